@@ -1,0 +1,173 @@
+"""The one reader of configuration: flag > environment > file > default.
+
+Defaults, meanings and bounds live in ``Settings`` and nowhere else; the command line
+takes its help from here. The file is TOML, ``mtplx/config.toml`` in the user's
+configuration folder or the one that ``MTPLX_CONFIG`` names; the environment variable
+of a setting is ``MTPLX_`` and its name in capitals.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mtplx.errors import ConfigError
+
+
+class Settings(BaseModel):
+    """Everything a user may set. Frozen once read."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(
+        "demo", description="Folder, hub id, GGUF file, or `demo` (SmolLM2-135M-Instruct)."
+    )
+    adapter: str | None = Field(None, description="Folder of a LoRA adapter.")
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks one.")
+    device: Literal["auto", "cpu", "gpu"] = Field(
+        "auto", description="Where to compute: auto, cpu or gpu."
+    )
+    dtype: Literal["auto", "model", "float32", "float16", "bfloat16"] = Field(
+        "auto",
+        description="Weights and KV cache: auto (float32 on the CPU, the model's own "
+        "elsewhere), model, float32, float16 or bfloat16.",
+    )
+    prefill_window: int | None = Field(
+        None,
+        ge=1,
+        description="Longest span one prefill step computes, in tokens "
+        "(default: 512 on the CPU, 2048 on a GPU).",
+    )
+    tail_grid: int = Field(
+        32, ge=1, description="Grid in tokens on which the last span of a prompt is cut."
+    )
+    max_kv_size: int = Field(
+        256_000, ge=0, description="Tokens the SessionBank may hold; 0 keeps nothing."
+    )
+    kv_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="Bytes the SessionBank may hold (default: no limit but tokens).",
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Answer length for requests that name none (default: the context).",
+    )
+    max_queue: int = Field(64, ge=1, description="Requests that may wait; more get a 429.")
+    max_body_bytes: int = Field(
+        32 * 1024 * 1024, ge=1024, description="Largest request body, in bytes."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Log level: debug, info, warning or error."
+    )
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The effective settings and where each came from
+    (``flag``, ``environment``, ``file`` or ``default``)."""
+
+    settings: Settings
+    sources: dict[str, str]
+
+
+def read_configuration(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> Configuration:
+    """Merge flags, environment and file over the defaults.
+
+    Args:
+        flags: Values from the command line; None means not given.
+        environment: Replaces ``os.environ``.
+        file: A TOML file that must exist. Default: ``MTPLX_CONFIG``, else the user's
+            ``config.toml`` where there is one.
+
+    Raises:
+        ConfigError: A value or a name is wrong; the message says where and why.
+    """
+    environment = os.environ if environment is None else environment
+    layers = [
+        ("file", _read_file(file, environment)),
+        (
+            "environment",
+            {
+                name: environment[key]
+                for name in Settings.model_fields
+                if (key := f"MTPLX_{name.upper()}") in environment
+            },
+        ),
+        ("flag", {k: v for k, v in (flags or {}).items() if v is not None}),
+    ]
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(Settings.model_fields, "default")
+    for source, layer in layers:
+        values.update(layer)
+        sources.update(dict.fromkeys(layer, source))
+    try:
+        return Configuration(Settings(**values), sources)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        where = sources.get(name, "default")
+        if name not in Settings.model_fields:
+            raise ConfigError(
+                f"Unknown setting {name!r} in the {where}. "
+                f"Known settings: {', '.join(Settings.model_fields)}."
+            ) from None
+        hint = Settings.model_fields[name].description
+        raise ConfigError(
+            f"Setting {name!r} from the {where} cannot be {values[name]!r}: "
+            f"{first['msg']}. It means: {hint}"
+        ) from None
+
+
+def _read_file(file: Path | None, environment: Mapping[str, str]) -> dict[str, Any]:
+    named = file or (Path(p) if (p := environment.get("MTPLX_CONFIG")) else None)
+    path = named or config_folder(environment) / "config.toml"
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if named is None:
+            return {}
+        raise ConfigError(f"The configuration file {path} does not exist.") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(
+            f"The configuration file {path} cannot be read: {error}"
+        ) from None
+
+
+def config_folder(environment: Mapping[str, str] | None = None) -> Path:
+    """Return the folder of ``config.toml``, which need not exist."""
+    return _user_folder("XDG_CONFIG_HOME", ".config", environment)
+
+
+def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
+    """Return the folder for fetched and converted models, which need not exist.
+
+    ``MTPLX_CACHE_DIR`` names another one.
+    """
+    environment = os.environ if environment is None else environment
+    if named := environment.get("MTPLX_CACHE_DIR"):
+        return Path(named).expanduser()
+    default = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    return _user_folder("XDG_CACHE_HOME", default, environment)
+
+
+def _user_folder(
+    variable: str, default: str, environment: Mapping[str, str] | None
+) -> Path:
+    environment = os.environ if environment is None else environment
+    base = environment.get(variable)
+    return (Path(base) if base else Path.home() / default) / "mtplx"

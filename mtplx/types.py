@@ -1,0 +1,193 @@
+"""The values that cross from the server to the engine and back.
+
+Plain frozen dataclasses, no MLX. A request goes in whole; events come back, and the
+last one, exactly one per request, is ``Finished`` or ``Failed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from mtplx.errors import MtplxError
+from mtplx.metrics import PrefillMetrics
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+Progress = Callable[[str, float | None], None]
+"""Told, while something long runs, what is being done and the fraction done in [0, 1]
+(None where unknown)."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen.
+
+    Temperature scales the logits first; then ``top_k``, ``top_p`` and ``min_p`` each
+    remove tokens; one of the rest is drawn. Temperature 0 takes the most likely token.
+
+    Attributes:
+        temperature: 0 or more.
+        top_p: Keep the smallest set of tokens whose probability reaches this, (0, 1].
+        top_k: Keep this many tokens; 0 keeps all.
+        min_p: Drop tokens below this share of the most likely one, [0, 1].
+        seed: Makes the draw repeatable; None draws a fresh one.
+        repetition_penalty: Divides (multiplies, if negative) the logits of tokens in
+            the prompt and the answer; 1 does nothing (arXiv:1909.05858).
+        presence_penalty: Subtracted once from tokens of the answer.
+        frequency_penalty: Subtracted for each occurrence in the answer.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered prompt.
+
+    Attributes:
+        token_ids: The prompt, a flat run of token ids.
+        edges: Indices where state is worth keeping (end of the system block, of a
+            message, just before the generation header). They become mandatory edges of
+            the plan where the model's state cannot be cut later.
+        stable_prefix_len: Length of the longest prefix that the next turn of this
+            conversation is sure to begin with; 0 when unknown.
+    """
+
+    token_ids: tuple[int, ...]
+    edges: tuple[int, ...] = ()
+    stable_prefix_len: int = 0
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One request to the engine.
+
+    Attributes:
+        request_id: Unique among the requests in flight.
+        prompt: What to read; at least one token.
+        max_new_tokens: Most tokens to generate, at least 1.
+        arrival_s: ``time.perf_counter()`` when the request reached the server.
+        sampling: How tokens are chosen.
+        stop: Strings that end the answer; they are not part of it.
+        ignore_eos: Do not stop at the model's end tokens (benchmarks).
+    """
+
+    request_id: str
+    prompt: Prompt
+    max_new_tokens: int
+    arrival_s: float
+    sampling: SamplingParams = SamplingParams()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """A piece of the answer. ``text`` may be empty while a character or a possible
+    stop string is still incomplete; ``token_ids`` are the tokens sampled since the
+    last delta."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The request ended as it should.
+
+    Attributes:
+        reason: ``stop`` (end token or stop string), ``length`` (``max_new_tokens`` or
+            the context reached) or ``cancelled``.
+        completion_tokens: Tokens sampled, the end token included.
+        metrics: None when the prompt was not complete (cancelled before).
+    """
+
+    reason: FinishReason
+    completion_tokens: int
+    metrics: PrefillMetrics | None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The request ended with an error; other requests are not affected."""
+
+    error: MtplxError
+
+
+Event = TextDelta | Finished | Failed
+
+
+@dataclass(frozen=True)
+class StateKey:
+    """What KV state must agree on before it can be shared.
+
+    Attributes:
+        fingerprint: Equal only for models that compute the same.
+        any_prefix: True when state can be cut at every token; False when it can be
+            resumed at snapshots only.
+    """
+
+    fingerprint: str
+    any_prefix: bool
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What the server tells about the loaded model.
+
+    Attributes:
+        name: The name clients use.
+        context_length: Most tokens of prompt and answer together.
+        vocab_size: Rows of the output layer.
+        device: ``cpu`` or ``gpu``.
+        dtype: Of the activations, ``float32`` say.
+        cache_kinds: How many layers have each kind of cache
+            (``trimmable``, ``windowed``, ``recurrent``).
+        fingerprint: Equal only for models that compute the same.
+        backend: Library behind the matrix products, for humans.
+        created: Unix time at which the model was loaded.
+    """
+
+    name: str
+    context_length: int
+    vocab_size: int
+    device: str
+    dtype: str
+    cache_kinds: dict[str, int]
+    fingerprint: str
+    backend: str
+    created: int
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """A moment of the engine, readable from any thread without waiting for it.
+
+    Attributes:
+        alive: The engine thread runs.
+        waiting: Requests that have not started.
+        running: Requests that have started and not ended.
+        iterations: Iterations so far.
+        bank_tokens, bank_bytes, bank_entries: What the SessionBank holds.
+        bank_evictions: Nodes removed to make room, so far.
+        pinned: Leases that running requests hold in the bank.
+    """
+
+    alive: bool
+    waiting: int = 0
+    running: int = 0
+    iterations: int = 0
+    bank_tokens: int = 0
+    bank_bytes: int = 0
+    bank_entries: int = 0
+    bank_evictions: int = 0
+    pinned: int = 0
