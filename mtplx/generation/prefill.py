@@ -1,0 +1,171 @@
+"""One prompt on its way to a complete KV cache.
+
+``PromptPrefill`` asks the bank what can be restored, makes the plan, and runs one span
+at a time, so that its caller decides what happens between two spans. It measures what
+it does and hands finished state to the bank. Runs on the thread that owns MLX.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from mtplx.generation.spans import (
+    DEFAULT_TAIL_GRID,
+    DEFAULT_WINDOW,
+    Span,
+    plan_prefill,
+)
+from mtplx.metrics import PrefillClock, PrefillMetrics
+from mtplx.models.cache import (
+    KVRows,
+    LayerSnapshot,
+    PromptCache,
+    copy_rows,
+    restore_cache,
+    take_snapshot,
+)
+from mtplx.models.model import Model
+from mtplx.session.bank import Lease, SessionBank
+from mtplx.types import Prompt
+
+
+def prefill_batch(
+    model: Model, cache: PromptCache, token_ids: Sequence[int], span: Span
+) -> mx.array | None:
+    """Compute one span of a prompt.
+
+    A span that is not the tail only extends the cache. The tail runs decode-only with
+    ``max_new_tokens=0``: it completes the cache, emits nothing, and leaves the logits
+    of the last prompt token in the cache.
+
+    Args:
+        model: Computes it.
+        cache: Holds the state of exactly ``span.start`` tokens.
+        token_ids: The whole prompt.
+        span: The part to compute.
+
+    Returns:
+        For the tail the logits ``[vocab]`` of the last prompt token; else None.
+    """
+    assert cache.offset == span.start
+    tokens = token_ids[span.start : span.end]
+    if not span.is_tail:
+        model.prefill(cache, tokens)
+        return None
+    model.decode(cache, max_new_tokens=0, token_ids=tokens)
+    return cache.logits
+
+
+class PromptPrefill:
+    """Restores what the bank has, then computes the rest span by span.
+
+    Args:
+        model: Reads the prompt.
+        prompt: At least one token.
+        bank: None restores and keeps nothing.
+        arrival_s: ``time.perf_counter()`` at which the request arrived.
+        window: Longest span in tokens.
+        tail_grid: Grid on which the tail is cut.
+
+    Attributes:
+        cache: Complete up to ``cache.offset``.
+        plan: The spans and snapshots, decided here once.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompt: Prompt,
+        bank: SessionBank | None,
+        *,
+        arrival_s: float,
+        window: int = DEFAULT_WINDOW,
+        tail_grid: int = DEFAULT_TAIL_GRID,
+    ) -> None:
+        self.model = model
+        self.prompt = prompt
+        self.bank = bank
+        self.clock = PrefillClock(len(prompt.token_ids), arrival_s)
+        self.clock.start_s = time.perf_counter()
+        self._lease = bank.acquire(model.state_key, prompt.token_ids) if bank else None
+        self.cache = _restore(model, self._lease, len(prompt.token_ids))
+        self.clock.restored(
+            self.cache.offset,
+            time.perf_counter() - self.clock.start_s,
+            self._lease.match.miss_reason if self._lease else "disabled",
+        )
+        self.plan = plan_prefill(
+            prompt,
+            restored_tokens=self.cache.offset,
+            any_prefix=model.state_key.any_prefix,
+            window=window,
+            tail_grid=tail_grid,
+        )
+        self._next = 0
+        self._snapshots: dict[int, LayerSnapshot] = {}
+
+    @property
+    def complete(self) -> bool:
+        """True once the logits of the last prompt token are there."""
+        return self._next == len(self.plan.spans)
+
+    def run_span(self) -> Span:
+        """Compute the next span, and keep a snapshot where the plan wants one."""
+        span = self.plan.spans[self._next]
+        begin_s = time.perf_counter()
+        prefill_batch(self.model, self.cache, self.prompt.token_ids, span)
+        self.clock.computed(span.end - span.start, time.perf_counter() - begin_s)
+        if span.end in self.plan.snapshots:
+            self._snapshots[span.end] = take_snapshot(self.cache)
+        self._next += 1
+        if self.complete:
+            self.clock.end_s = time.perf_counter()
+        return span
+
+    def metrics(self) -> PrefillMetrics | None:
+        """Return what the prefill cost; None while it is not complete."""
+        return self.clock.metrics() if self.complete else None
+
+    def store(self, token_ids: Sequence[int]) -> None:
+        """Give the bank the state of everything computed so far.
+
+        Args:
+            token_ids: The tokens in the cache: the prompt, or the part of it that was
+                computed, and what was generated after it.
+        """
+        if self.bank is None or not self.cache.offset:
+            return
+        tokens = token_ids[: self.cache.offset]
+        key = self.model.state_key
+        if not key.any_prefix and self.cache.offset not in self._snapshots:
+            self._snapshots[self.cache.offset] = take_snapshot(self.cache)
+        self.bank.store(
+            key,
+            tokens,
+            lambda start, end: copy_rows(self.cache, start, end),
+            self._snapshots,
+        )
+        self._snapshots = {}
+
+    def release(self) -> None:
+        """Let go of the bank's state. The cache stays as it is."""
+        if self._lease is not None:
+            self._lease.release()
+
+
+def _restore(model: Model, lease: Lease | None, prompt_tokens: int) -> PromptCache:
+    if lease is None or lease.match.length == 0:
+        return model.new_cache()
+    length = lease.match.length
+    return restore_cache(
+        make_prompt_cache(model.network),
+        length,
+        cast(tuple[KVRows, ...], lease.rows),
+        cast(LayerSnapshot | None, lease.snapshot),
+        room=prompt_tokens - length,
+    )

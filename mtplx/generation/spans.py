@@ -1,0 +1,146 @@
+"""How a prompt is split into spans. Pure: no MLX, no clock.
+
+Law 1: spans are contiguous, ordered and disjoint, cover the rest of the prompt, are
+never longer than the window, and end at every mandatory edge. ``prefill.py`` runs
+what is planned here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from mtplx.types import Prompt
+
+DEFAULT_WINDOW = 2048
+DEFAULT_TAIL_GRID = 32
+
+
+class Span(NamedTuple):
+    """The half-open range ``[start, end)`` of the prompt that one step computes."""
+
+    start: int
+    end: int
+    is_tail: bool
+
+
+def _iter_prefill_chunk_spans(
+    total_len: int,
+    mandatory_edges: Iterable[int] = (),
+    *,
+    window: int = DEFAULT_WINDOW,
+    start: int = 0,
+) -> Iterator[Span]:
+    """Yield the spans ``(start, end, is_tail)`` of a prompt; the last one is the tail.
+
+    Args:
+        total_len: Length of the prompt in tokens.
+        mandatory_edges: Indices where a span must end, in any order. Those outside
+            ``(start, total_len)`` are no cut and are left out.
+        window: Longest span in tokens, at least 1.
+        start: Tokens whose state is already there.
+
+    Raises:
+        ValueError: ``window`` is below 1, or not ``0 <= start <= total_len``.
+    """
+    if window < 1:
+        raise ValueError(f"The window must be at least 1 token, not {window}.")
+    if not 0 <= start <= total_len:
+        raise ValueError(f"start {start} lies outside the prompt of {total_len} tokens.")
+    cuts = _inner_edges(total_len, mandatory_edges, start)
+    for begin, end in pairwise((start, *cuts, total_len)):
+        for position in range(begin, end, window):
+            stop = min(position + window, end)
+            yield Span(position, stop, stop == total_len)
+
+
+def _prefill_spans_with_tail_grid(
+    total_len: int,
+    mandatory_edges: Iterable[int] = (),
+    *,
+    window: int = DEFAULT_WINDOW,
+    tail_grid: int = DEFAULT_TAIL_GRID,
+    start: int = 0,
+) -> Iterator[Span]:
+    """Yield spans whose tail is at most ``tail_grid`` tokens long.
+
+    A longer tail is cut at the last multiple of ``tail_grid`` before the end of the
+    prompt. The part before that cut ends where the next turn can resume even when
+    its prompt differs in the last few tokens; and only the short tail pays for the
+    output layer, which for thousands of tokens would need gigabytes.
+
+    Args:
+        total_len: Length of the prompt in tokens.
+        mandatory_edges: As for ``_iter_prefill_chunk_spans``.
+        window: Longest span in tokens, at least 1.
+        tail_grid: Grid in tokens, at least 1.
+        start: Tokens whose state is already there.
+
+    Raises:
+        ValueError: As ``_iter_prefill_chunk_spans``, or ``tail_grid`` is below 1.
+    """
+    if tail_grid < 1:
+        raise ValueError(f"The tail grid must be at least 1 token, not {tail_grid}.")
+    edges = _inner_edges(total_len, mandatory_edges, start)
+    last_edge = edges[-1] if edges else start
+    if total_len - last_edge > tail_grid:
+        edges = (*edges, (total_len - 1) // tail_grid * tail_grid)
+    yield from _iter_prefill_chunk_spans(total_len, edges, window=window, start=start)
+
+
+def _inner_edges(total_len: int, edges: Iterable[int], start: int) -> tuple[int, ...]:
+    return tuple(sorted({edge for edge in edges if start < edge < total_len}))
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """What will be done with one prompt, decided before its first forward.
+
+    Attributes:
+        prompt_tokens: Length of the prompt.
+        restored_tokens: Length of the prefix that comes from the bank.
+        spans: What is computed, in order.
+        snapshots: Ends of spans at which the state of layers that cannot be cut is
+            kept. Empty for models that have none.
+    """
+
+    prompt_tokens: int
+    restored_tokens: int
+    spans: tuple[Span, ...]
+    snapshots: frozenset[int]
+
+
+def plan_prefill(
+    prompt: Prompt,
+    *,
+    restored_tokens: int = 0,
+    any_prefix: bool,
+    window: int = DEFAULT_WINDOW,
+    tail_grid: int = DEFAULT_TAIL_GRID,
+) -> PrefillPlan:
+    """Plan the spans of a prompt and where its state is kept.
+
+    Every edge costs a forward of its own, so only a model that cannot cut its state
+    later (``any_prefix`` False) gets the prompt's edges as mandatory ones.
+
+    Args:
+        prompt: With its edges and stable prefix.
+        restored_tokens: Length of the prefix that comes from the bank.
+        any_prefix: As in ``StateKey``.
+        window: Longest span in tokens.
+        tail_grid: Grid on which the tail is cut.
+    """
+    total = len(prompt.token_ids)
+    edges = () if any_prefix else (*prompt.edges, prompt.stable_prefix_len)
+    spans = tuple(
+        _prefill_spans_with_tail_grid(
+            total, edges, window=window, tail_grid=tail_grid, start=restored_tokens
+        )
+    )
+    kept: frozenset[int] = frozenset()
+    if not any_prefix and spans:
+        kept = frozenset(_inner_edges(total, (*edges, spans[-1].start), restored_tokens))
+        kept |= {total}
+    return PrefillPlan(total, restored_tokens, spans, kept)

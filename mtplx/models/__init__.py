@@ -1,0 +1,1 @@
+"""Models: loading, what their caches can do, and running them."""
