@@ -1,0 +1,1 @@
+"""Text: rendering with boundaries in tokens, token streams, stop strings. No MLX."""
