@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from mtplx.models.model import Model
+from tests.text.tokenizers_factory import make_wrapper
 
 VOCAB = 128
 WINDOW = 16
@@ -196,6 +197,14 @@ def tiny_model(model_type: str) -> Model:
     """Return the one tiny model of that type; callers must not change it."""
     config = CONFIGS[model_type]
     return Model(make_network(config), config, name=f"tiny-{model_type}")
+
+
+@cache
+def chat_model() -> Model:
+    """Return a tiny llama that reads the byte-level test tokenizer's tokens."""
+    wrapper = make_wrapper("byte_level")
+    config = {**CONFIGS["llama"], "vocab_size": len(wrapper)}
+    return Model(make_network(config), config, wrapper, name="tiny-chat")
 
 
 def one_pass_logits(model: Model, token_ids: list[int]) -> mx.array:

@@ -8,20 +8,26 @@ that owns MLX.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mtplx.backend import compute_description, resolve_device
 from mtplx.models.cache import CacheKind, PromptCache, cache_kind
 from mtplx.models.fingerprint import fingerprint
-from mtplx.types import ModelInfo, StateKey
+from mtplx.models.load import load_network
+from mtplx.models.precision import Precision
+from mtplx.types import ModelInfo, Progress, StateKey
+
+logger = logging.getLogger(__name__)
 
 PREFILL_WINDOW_TOKENS = {"cpu": 512, "gpu": 2048}
 """Longest span by device: long enough to keep the device busy, short enough that what
@@ -64,6 +70,38 @@ class Model:
         self.dtype = dtype
         self.backend = backend
         self.created = int(time.time())
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        device: Literal["auto", "cpu", "gpu"] = "auto",
+        dtype: Precision = "auto",
+        adapter: str | None = None,
+        progress: Progress | None = None,
+    ) -> Model:
+        """Load a model by name; see ``load.load_network`` for the arguments.
+
+        Raises:
+            ModelLoadError: The model cannot be had or read.
+            ConfigError: A GPU is asked for and there is none.
+        """
+        chosen = resolve_device(device)
+        loaded = load_network(
+            name, device=chosen, dtype=dtype, adapter=adapter, progress=progress
+        )
+        for note in loaded.notes:
+            logger.info("%s: %s", loaded.name, note)
+        return cls(
+            loaded.network,
+            loaded.config,
+            loaded.tokenizer,
+            name=loaded.name,
+            device=chosen,
+            dtype=loaded.dtype,
+            backend=compute_description(chosen),
+        )
 
     # -- what it is -------------------------------------------------------------
 

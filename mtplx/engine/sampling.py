@@ -1,0 +1,105 @@
+"""How the next token of one request is chosen from its logits.
+
+Every request has settings and a random key of its own, so that neither a neighbour
+nor the order of requests changes what it gets. The steps are mlx-lm's. Runs on the
+engine thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+from mlx_lm.sample_utils import (
+    apply_min_p,
+    apply_top_k,
+    apply_top_p,
+    make_frequency_penalty,
+    make_presence_penalty,
+    make_repetition_penalty,
+)
+
+from mtplx.errors import GenerationError
+from mtplx.types import SamplingParams
+
+WHOLE_CONTEXT = 1 << 30
+"""mlx-lm's penalties look at the last 20 tokens unless told otherwise; OpenAI's look
+at all of them."""
+
+
+class Sampler:
+    """Chooses the tokens of one request.
+
+    Args:
+        params: The request's settings.
+        prompt: The prompt's token ids; the repetition penalty counts them too.
+    """
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
+        self._params = params
+        self._prompt = list(prompt)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        self._key = mx.random.key(seed % 2**64)
+        self._filters = _filters(params)
+
+    def sample(self, logits: mx.array, generated: Sequence[int]) -> int:
+        """Return the next token.
+
+        Args:
+            logits: ``[vocab]``.
+            generated: Tokens of the answer so far.
+
+        Raises:
+            GenerationError: The model gave logits that are not numbers.
+        """
+        scores = self._penalised(logits[None].astype(mx.float32), generated)
+        if self._params.temperature == 0:
+            token = mx.argmax(scores, axis=-1)
+        else:
+            scores = scores / self._params.temperature
+            scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+            for apply in self._filters:
+                scores = apply(scores)
+            self._key, draw = mx.random.split(self._key)
+            token = mx.random.categorical(scores, key=draw)
+        broken = mx.isnan(logits).any()
+        mx.eval(token, broken)
+        if bool(broken.item()):
+            raise GenerationError(
+                "The model produced logits that are not numbers. "
+                "Try another dtype, float32 say, or another copy of the model."
+            )
+        return int(token)
+
+    def _penalised(self, scores: mx.array, generated: Sequence[int]) -> mx.array:
+        params = self._params
+        if params.repetition_penalty != 1:
+            seen = mx.array([*self._prompt, *generated])
+            penalty = make_repetition_penalty(params.repetition_penalty, WHOLE_CONTEXT)
+            scores = penalty(seen, scores)
+        if generated and params.presence_penalty:
+            penalty = make_presence_penalty(params.presence_penalty, WHOLE_CONTEXT)
+            scores = penalty(mx.array(list(generated)), scores)
+        if generated and params.frequency_penalty:
+            penalty = make_frequency_penalty(params.frequency_penalty, WHOLE_CONTEXT)
+            scores = penalty(mx.array(list(generated)), scores)
+        return scores
+
+
+def _filters(params: SamplingParams) -> list[Callable[[mx.array], mx.array]]:
+    filters: list[Callable[[mx.array], mx.array]] = []
+    if params.top_k > 0:
+        # mlx-lm refuses a top_k that removes nothing.
+        filters.append(
+            lambda scores: (
+                apply_top_k(scores, params.top_k)
+                if params.top_k < scores.shape[-1]
+                else scores
+            )
+        )
+    if params.top_p < 1:
+        filters.append(lambda scores: apply_top_p(scores, params.top_p))
+    if params.min_p > 0:
+        filters.append(lambda scores: apply_min_p(scores, params.min_p))
+    return filters

@@ -1,0 +1,98 @@
+"""Each setting changes what it says, and only that."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import mlx.core as mx
+import pytest
+
+from mtplx.engine.sampling import Sampler
+from mtplx.errors import GenerationError
+from mtplx.types import SamplingParams
+
+# Probabilities 0.5, 0.25, 0.15, 0.1
+LOGITS = mx.log(mx.array([0.5, 0.25, 0.15, 0.1]))
+
+
+def drawn(logits=LOGITS, *, prompt=(), generated=(), draws=400, **settings):
+    """Return how often each token is drawn."""
+    sampler = Sampler(SamplingParams(seed=1, **settings), prompt)
+    return Counter(sampler.sample(logits, generated) for _ in range(draws))
+
+
+def test_temperature_0_takes_the_most_likely():
+    assert set(drawn(temperature=0)) == {0}
+
+
+def test_temperature_1_draws_from_the_distribution():
+    counts = drawn(draws=2000)
+    for token, share in enumerate((0.5, 0.25, 0.15, 0.1)):
+        assert abs(counts[token] / 2000 - share) < 0.05
+
+
+def test_a_low_temperature_sharpens():
+    assert drawn(temperature=0.2)[0] > 350
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        ({"top_k": 1}, {0}),
+        ({"top_k": 2}, {0, 1}),
+        ({"top_k": 4}, {0, 1, 2, 3}),
+        ({"top_k": 1000}, {0, 1, 2, 3}),
+        ({"top_p": 0.4}, {0}),
+        ({"top_p": 0.7}, {0, 1}),
+        ({"min_p": 0.4}, {0, 1}),
+        ({"min_p": 1.0}, {0}),
+        ({"top_k": 3, "min_p": 0.4}, {0, 1}),
+    ],
+)
+def test_filters_leave_what_they_say(settings, left):
+    assert set(drawn(**settings)) == left
+
+
+def test_temperature_comes_before_the_filters():
+    """At temperature 3 the four are so alike that top_p 0.7 keeps three."""
+    assert set(drawn(temperature=3.0, top_p=0.7)) == {0, 1, 2}
+
+
+def test_presence_is_subtracted_once_and_frequency_each_time():
+    level = mx.zeros(4)
+    assert set(drawn(level, generated=[0, 0, 0], temperature=0, presence_penalty=1)) == {1}
+    # Each lowers the twice-used token 1 below the once-used 0, or not.
+    tilted = mx.array([0.0, 0.1, -9.0, -9.0])
+    seen = [0, 1, 1]
+    assert set(drawn(tilted, generated=seen, temperature=0, presence_penalty=1)) == {1}
+    assert set(drawn(tilted, generated=seen, temperature=0, frequency_penalty=1)) == {0}
+
+
+def test_penalties_look_at_the_whole_answer():
+    answer = [0, *[3] * 50]
+    logits = mx.array([0.5, 0.0, -9.0, -9.0])
+    assert set(drawn(logits, generated=answer, temperature=0, presence_penalty=1)) == {1}
+
+
+def test_presence_and_frequency_do_not_count_the_prompt_and_repetition_does():
+    logits = mx.array([1.0, 0.9, 0.0, 0.0])
+    for settings in ({"presence_penalty": 1.0}, {"frequency_penalty": 1.0}):
+        assert set(drawn(logits, prompt=[0], temperature=0, **settings)) == {0}
+    assert set(drawn(logits, prompt=[0], temperature=0, repetition_penalty=1.5)) == {1}
+
+
+def test_the_logits_stay_as_they_were():
+    logits = mx.array([1.0, 0.9, 0.0, 0.0])
+    drawn(logits, prompt=[0], generated=[1], repetition_penalty=2.0, presence_penalty=1.0)
+    assert logits.tolist() == pytest.approx([1.0, 0.9, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("seed", [0, 2**63, 2**64 + 5, -1])
+def test_any_whole_number_is_a_seed(seed):
+    sampler = Sampler(SamplingParams(seed=seed))
+    assert sampler.sample(LOGITS, ()) in range(4)
+
+
+def test_logits_that_are_not_numbers_are_refused():
+    with pytest.raises(GenerationError, match="not numbers"):
+        Sampler(SamplingParams()).sample(mx.array([0.0, mx.nan]), ())
