@@ -22,7 +22,7 @@ from .tokenizers_factory import (
 )
 
 # isort: split
-from mlx_lm.tokenizer_utils import TokenizerWrapper  # after mtplx.backend
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 TALK = [
     system("You are careful."),

@@ -16,7 +16,7 @@ from mtplx.text.tokenizer import Tokenizer
 from .tokenizers_factory import CHATML, byte_level_json, make_tokenizer, make_wrapper, user
 
 # isort: split
-from mlx_lm.tokenizer_utils import TokenizerWrapper  # after mtplx.backend
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 KINDS = pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "char"])
 

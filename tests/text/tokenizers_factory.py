@@ -9,9 +9,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import mtplx.backend  # noqa: F401  (before MLX, which mlx_lm loads)
-
-# isort: split
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
