@@ -1,0 +1,1 @@
+"""The command line: typer commands that build the objects and run them."""

@@ -1,0 +1,98 @@
+"""``mtplx serve``: build engine, bank and application, and run until a signal."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from mtplx.cli.options import (
+    Adapter,
+    ConfigFile,
+    Device,
+    Dtype,
+    LogLevel,
+    Model,
+    PrefillWindow,
+    TailGrid,
+    configure,
+    console,
+    flag,
+)
+from mtplx.cli.progress import loading_progress
+
+
+def serve(
+    model: Model = None,
+    host: Annotated[str | None, flag("host")] = None,
+    port: Annotated[int | None, flag("port")] = None,
+    adapter: Adapter = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    prefill_window: PrefillWindow = None,
+    tail_grid: TailGrid = None,
+    max_kv_size: Annotated[int | None, flag("max_kv_size")] = None,
+    kv_bytes: Annotated[int | None, flag("kv_bytes")] = None,
+    max_tokens: Annotated[int | None, flag("max_tokens")] = None,
+    max_queue: Annotated[int | None, flag("max_queue")] = None,
+    max_body_bytes: Annotated[int | None, flag("max_body_bytes")] = None,
+    log_level: LogLevel = None,
+    config: ConfigFile = None,
+) -> None:
+    """Serve a model over OpenAI's API."""
+    configuration = configure(
+        config,
+        model=model,
+        host=host,
+        port=port,
+        adapter=adapter,
+        device=device,
+        dtype=dtype,
+        prefill_window=prefill_window,
+        tail_grid=tail_grid,
+        max_kv_size=max_kv_size,
+        kv_bytes=kv_bytes,
+        max_tokens=max_tokens,
+        max_queue=max_queue,
+        max_body_bytes=max_body_bytes,
+        log_level=log_level,
+    )
+    settings = configuration.settings
+
+    from mtplx.engine import Engine
+    from mtplx.models.model import Model as LoadedModel
+    from mtplx.server.app import build_app
+    from mtplx.server.run import serve as run
+    from mtplx.session import SessionBank
+
+    with loading_progress() as progress:
+        engine = Engine(
+            lambda: LoadedModel.load(
+                settings.model,
+                device=settings.device,
+                dtype=settings.dtype,
+                adapter=settings.adapter,
+                progress=progress,
+            ),
+            SessionBank(settings.max_kv_size, max_bytes=settings.kv_bytes),
+            window=settings.prefill_window,
+            tail_grid=settings.tail_grid,
+            max_queue=settings.max_queue,
+        )
+        engine.start()
+    info = engine.info
+
+    def started(url: str) -> None:
+        console.print(
+            f"[bold]{info.name}[/] ({info.dtype} on the {info.device.upper()}, context "
+            f"{info.context_length}) is served at [bold]{url}/v1[/]. Ctrl-C ends it."
+        )
+
+    try:
+        app = build_app(
+            engine=engine,
+            tokenizer=engine.tokenizer,
+            info=info,
+            configuration=configuration,
+        )
+        run(app, settings.host, settings.port, on_started=started)
+    finally:
+        engine.stop()
