@@ -1,0 +1,1 @@
+"""HTTP: routes, wire shapes, server-sent events. Knows no MLX."""

@@ -1,0 +1,157 @@
+"""The bridge from the engine's thread to the event loop.
+
+``Generation`` is one request as an async iterator of its events. Entering it submits,
+leaving it cancels what has not ended, and while it is open a watcher waits for the
+client to go away, whether the answer is streamed or not. ``Generations`` knows the
+open ones, so that a server that stops can end them.
+
+Invariants: an open generation is in the registry; a submitted request is cancelled or
+has ended when its generation closes. Everything runs on the event loop except
+``_from_engine``, which the engine calls on its own thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Self
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from mtplx.errors import EngineUnavailableError, MtplxError
+from mtplx.server.access import RequestRecord
+from mtplx.server.errors import STOPPING
+from mtplx.server.interfaces import EngineClient
+from mtplx.types import Event, Failed, Finished, GenerationRequest, TextDelta
+
+logger = logging.getLogger("mtplx.server")
+
+
+class Generations:
+    """The generations that are open in this server."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self.engine = engine
+        self._open: set[Generation] = set()
+        self._stopping = False
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, generation: Generation) -> None:
+        """Register an open generation.
+
+        Raises:
+            EngineUnavailableError: The server is stopping.
+        """
+        if self._stopping:
+            raise STOPPING
+        self._open.add(generation)
+
+    def discard(self, generation: Generation) -> None:
+        """Forget a closed generation."""
+        self._open.discard(generation)
+
+    def stop(self) -> None:
+        """End every open generation and refuse new ones."""
+        self._stopping = True
+        for generation in self._open:
+            generation.abandon()
+
+
+class Generation:
+    """One request in the engine.
+
+    An async context manager and the async iterator of the request's events: any number
+    of ``TextDelta``, then one ``Finished`` whose reason is ``stop`` or ``length``.
+
+    Raises:
+        QueueFullError, EngineUnavailableError: On entering; nothing was submitted.
+        MtplxError: On iterating, when the request failed.
+        ClientDisconnect: On iterating, when the client went away.
+    """
+
+    def __init__(
+        self,
+        registry: Generations,
+        request: GenerationRequest,
+        receive: Receive,
+        record: RequestRecord,
+    ) -> None:
+        self._registry = registry
+        self._engine = registry.engine
+        self._request = request
+        self._receive = receive
+        self._record = record
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._ended = False
+        self._client_gone = False
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._registry.add(self)
+        try:
+            self._engine.submit(self._request, self._from_engine)
+        except BaseException:
+            self._registry.discard(self)
+            raise
+        self._watcher = asyncio.create_task(self._cancel_when_client_gone())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._watcher.cancel()
+        self._registry.discard(self)
+        if not self._ended:
+            self._record.outcome = "cancelled"
+            self.cancel()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TextDelta | Finished:
+        if self._ended:
+            raise StopAsyncIteration
+        event = await self._events.get()
+        if isinstance(event, TextDelta):
+            return event
+        self._ended = True
+        if isinstance(event, Failed):
+            self._record.outcome = "failed"
+            self._log(event.error)
+            raise event.error
+        self._record.outcome = event.reason
+        self._record.metrics = event.metrics
+        self._record.completion_tokens = event.completion_tokens
+        if event.reason != "cancelled":
+            return event
+        raise ClientDisconnect if self._client_gone else STOPPING
+
+    def cancel(self) -> None:
+        """Ask the engine to end the request; its last event still arrives."""
+        if not self._ended:
+            self._engine.cancel(self._request.request_id)
+
+    def abandon(self) -> None:
+        """End with an error now. The engine may be in a long span; nobody waits for it."""
+        self.cancel()
+        self._events.put_nowait(Failed(STOPPING))
+
+    def _log(self, error: MtplxError) -> None:
+        # An engine that stops is told once, by itself, not once for each request.
+        if not isinstance(error, EngineUnavailableError):
+            name = self._record.request_id
+            logger.warning("%s failed: %s", name, error, exc_info=error.__cause__)
+
+    def _from_engine(self, event: Event) -> None:
+        # The loop is closed when the server is gone; nobody waits for the event then.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    async def _cancel_when_client_gone(self) -> None:
+        # The body has been read, so the next message can only be the end.
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._client_gone = True
+        self.cancel()
