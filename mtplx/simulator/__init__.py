@@ -1,0 +1,1 @@
+"""Runs the scheduler against a cost instead of a model: `mtplx simulate`."""
