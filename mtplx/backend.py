@@ -3,9 +3,9 @@
 MLX's CPU wheel for Linux links the reference BLAS. Symbols that are already global
 when ``mlx.core`` is loaded win over those of its own library, so importing this module
 loads OpenBLAS first; that is why ``mtplx/__init__.py`` imports it before anything else,
-and why it imports nothing of MLX itself until a device is asked for. On macOS MLX uses Accelerate,
-and there is nothing to do. The import runs on the importing thread; ``BLAS`` is constant
-from then on.
+and why it imports nothing of MLX itself until a device is asked for. On macOS MLX uses
+Accelerate, and there is nothing to do. The import runs on the importing thread;
+``BLAS`` is constant from then on.
 """
 
 from __future__ import annotations

@@ -20,10 +20,11 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from mtplx import __version__
 from mtplx.errors import InvalidRequestError
 from mtplx.generation import PromptPrefill
 from mtplx.generation.spans import DEFAULT_TAIL_GRID
-from mtplx.models.model import Model
+from mtplx.models import Model
 from mtplx.session import SessionBank
 from mtplx.types import Prompt
 
@@ -113,7 +114,8 @@ def conditions(model: Model, **settings: Any) -> dict[str, Any]:
         },
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("mtplx", "mlx", "mlx-lm")},
+            "mtplx": __version__,
+            **{name: version(name) for name in ("mlx", "mlx-lm")},
         },
         "model": asdict(model.info),
         "settings": settings,

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from mtplx.models.model import Model
+from mtplx.models import Model
 from tests.text.tokenizers_factory import make_wrapper
 
 VOCAB = 128

@@ -71,7 +71,7 @@ def prefill_bench(
         log_level=log_level,
     ).settings
 
-    from mtplx.models.model import Model as LoadedModel
+    from mtplx.models import Model as LoadedModel
     from mtplx.prefill_bench import conditions, run_ladder
 
     with loading_progress() as progress:

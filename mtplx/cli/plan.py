@@ -70,7 +70,7 @@ def plan(
     ).settings
 
     from mtplx.generation import plan_prefill
-    from mtplx.models.model import Model as LoadedModel
+    from mtplx.models import Model as LoadedModel
     from mtplx.session import SessionBank
     from mtplx.text.tokenizer import Tokenizer
 

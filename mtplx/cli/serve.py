@@ -58,11 +58,13 @@ def serve(
     settings = configuration.settings
 
     from mtplx.engine import Engine
-    from mtplx.models.model import Model as LoadedModel
+    from mtplx.models import Model as LoadedModel
     from mtplx.server.app import build_app
+    from mtplx.server.run import reserve
     from mtplx.server.run import serve as run
     from mtplx.session import SessionBank
 
+    port_socket = reserve(settings.host, settings.port)
     with loading_progress() as progress:
         engine = Engine(
             lambda: LoadedModel.load(
@@ -93,6 +95,6 @@ def serve(
             info=info,
             configuration=configuration,
         )
-        run(app, settings.host, settings.port, on_started=started)
+        run(app, port_socket, on_started=started)
     finally:
         engine.stop()

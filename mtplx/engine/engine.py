@@ -15,10 +15,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import mlx.core as mx
+
 from mtplx.engine.running import EventSink, RunningRequest
-from mtplx.errors import EngineUnavailableError, QueueFullError
+from mtplx.errors import EngineUnavailableError, GenerationError, QueueFullError
 from mtplx.generation.spans import DEFAULT_TAIL_GRID
-from mtplx.models.model import Model
+from mtplx.models import Model
 from mtplx.session import SessionBank
 from mtplx.text.tokenizer import Tokenizer
 from mtplx.types import EngineStatus, Failed, Finished, GenerationRequest, ModelInfo
@@ -158,6 +160,7 @@ class Engine:
             self._info = self._model.info
             self._tokenizer = Tokenizer(self._model.tokenizer)
         except Exception as error:
+            mx.clear_streams()
             self._ready.put(error)
             return
         self._alive = True
@@ -185,6 +188,8 @@ class Engine:
                     self._cancel(request_id)
                 case _Stop():
                     return False
+            # An idle engine holds on to no request that is over.
+            del command
 
     def _cancel(self, request_id: str) -> None:
         if waiting := self._waiting.pop(request_id, None):
@@ -218,7 +223,7 @@ class Engine:
             )
         except Exception as error:
             logger.exception("Request %s could not start", waiting.request.request_id)
-            waiting.on_event(Failed(EngineUnavailableError(str(error))))
+            waiting.on_event(Failed(GenerationError(f"The request cannot start: {error}")))
             return None
 
     def _guard(self, running: RunningRequest, act: Callable[[], None]) -> None:
@@ -248,3 +253,6 @@ class Engine:
             _, waiting = self._waiting.popitem(last=False)
             self._left_queue()
             waiting.on_event(Failed(gone))
+        # MLX runs this thread's work on a thread of its own, which must not outlive it:
+        # it would abort the process at its exit.
+        mx.clear_streams()

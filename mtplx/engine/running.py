@@ -14,7 +14,7 @@ from collections.abc import Callable
 from mtplx.engine.sampling import Sampler
 from mtplx.errors import GenerationError, MtplxError
 from mtplx.generation import PromptPrefill
-from mtplx.models.model import Model
+from mtplx.models import Model
 from mtplx.session import SessionBank
 from mtplx.text.tokenizer import Tokenizer
 from mtplx.types import Event, Failed, Finished, FinishReason, GenerationRequest, TextDelta

@@ -21,6 +21,7 @@ from mtplx.generation.spans import (
     plan_prefill,
 )
 from mtplx.metrics import PrefillClock, PrefillMetrics
+from mtplx.models import Model
 from mtplx.models.cache import (
     KVRows,
     LayerSnapshot,
@@ -29,7 +30,6 @@ from mtplx.models.cache import (
     restore_cache,
     take_snapshot,
 )
-from mtplx.models.model import Model
 from mtplx.session.bank import Lease, SessionBank
 from mtplx.types import Prompt
 

@@ -12,8 +12,8 @@ from mtplx.errors import InvalidRequestError
 from mtplx.generation.prefill import PromptPrefill
 from mtplx.generation.spans import DEFAULT_TAIL_GRID, PrefillPlan
 from mtplx.metrics import PrefillMetrics
+from mtplx.models import Model
 from mtplx.models.cache import PromptCache
-from mtplx.models.model import Model
 from mtplx.session.bank import SessionBank
 from mtplx.types import Prompt
 

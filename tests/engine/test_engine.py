@@ -19,7 +19,7 @@ from mtplx.errors import (
     QueueFullError,
 )
 from mtplx.generation import restore_or_prefill_prompt_state
-from mtplx.models.model import Model
+from mtplx.models import Model
 from mtplx.session import SessionBank
 from mtplx.text.tokenizer import Tokenizer
 from mtplx.types import (

@@ -1,0 +1,259 @@
+"""Reads one token for each of several requests in one forward.
+
+Every request keeps its own caches, so that joining, leaving and cancelling move no
+memory. This file decides which way of doing so is exact for the loaded network, by
+trying it against single rows, and what becomes of the rows when a step fails. How rows
+share a forward is ``packed.py``; which requests go into a step is the engine's
+business. Runs on the thread that owns MLX.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import mlx.core as mx
+from mlx_lm.models.cache import CacheList, RotatingKVCache
+
+from mtplx.errors import GenerationError
+from mtplx.models.cache import PromptCache
+from mtplx.models.model import Model
+from mtplx.models.packed import (
+    PackedLayers,
+    attention_modules,
+    mixers,
+    one_call_per_row,
+)
+
+logger = logging.getLogger(__name__)
+
+BatchMode = Literal["packed", "mixer", "merged", "rows"]
+"""How rows share a forward, best first.
+
+* ``packed``: all weights are read once; each request's attention runs on its own cache.
+* ``mixer``: the same, but a layer's whole mixer runs once per request.
+* ``merged``: the caches are joined into padded ones and parted again in every step.
+* ``rows``: nothing is shared; a forward for each request.
+"""
+
+_PRICE = {
+    "merged": "every step copies the whole state of all its requests",
+    "rows": "every request of a step costs a forward of its own",
+}
+_TRIAL_TOKENS = (3, 14, 15, 92, 65, 35, 89)
+_TRIAL_ROWS = 3
+_TRIAL_RING_TOKENS = 4
+_TOLERANCE = {"float32": 1e-3}
+_HALF_TOLERANCE = 0.05
+"""Of the largest logit. Half precision rounds otherwise when a product has more rows;
+what a wrong mask, position or cache does is far above either tolerance."""
+
+
+class BatchDecoder:
+    """Reads one token for each of several prompt caches in one forward.
+
+    The first thing it does is to try the ways of sharing, a handful of forwards on a
+    few tokens. Nothing of that stays.
+
+    Args:
+        model: Its network is called with rows on the batch axis.
+
+    Attributes:
+        mode: The way that is used.
+        fallback_reason: Why it is ``merged`` or ``rows``; None for the others.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._modules = attention_modules(model.network)
+        self._mixers = mixers(model.network)
+        self.mode: BatchMode = "rows"
+        self.fallback_reason: str | None = None
+        self._choose_mode()
+
+    def decode(
+        self, caches: Sequence[PromptCache], token_ids: Sequence[int]
+    ) -> dict[int, Exception]:
+        """Read ``token_ids[i]`` into ``caches[i]``.
+
+        It leaves each cache as ``Model.decode(cache, 0, token_ids=(token,))`` would.
+
+        Where the forward cannot even be built, the caches are put back and the rows are
+        read one by one, so that only the culprit fails. Where it fails while it is
+        computed, as for want of memory, all rows are lost: what they would go back to
+        has been overwritten in place, and keeping it would mean to copy every cache in
+        every step.
+
+        Args:
+            caches: Complete, all different.
+            token_ids: One for each.
+
+        Returns:
+            What went wrong, by row. The cache of such a row is unusable; the others
+            are complete.
+        """
+        assert len({id(cache) for cache in caches}) == len(token_ids) == len(caches)
+        if self.mode == "rows" or len(caches) == 1:
+            return self._read_alone(caches, token_ids)
+        try:
+            logits, leaves = self._build(
+                self.mode, [cache.layers for cache in caches], token_ids
+            )
+        except Exception as error:
+            logger.error("A shared forward failed; its rows are read alone", exc_info=error)
+            failures = self._read_alone(caches, token_ids)
+            if not failures:  # So it is the sharing that fails, and would again.
+                self._fall_back("rows", f"{self.mode}: {error}")
+            return failures
+        try:
+            _evaluate(logits, leaves)
+        except Exception as error:
+            logger.error("A shared forward could not be computed", exc_info=error)
+            lost = GenerationError(
+                f"A step that this request shared with others failed: {error}. "
+                "Send the request again, or allow fewer requests at once."
+            )
+            return dict.fromkeys(range(len(caches)), lost)
+        for cache, row in zip(caches, logits, strict=True):
+            cache.offset += 1
+            cache.logits = row
+            cache.pending = None
+        return {}
+
+    def _read_alone(
+        self, caches: Sequence[PromptCache], token_ids: Sequence[int]
+    ) -> dict[int, Exception]:
+        failures: dict[int, Exception] = {}
+        for index, (cache, token) in enumerate(zip(caches, token_ids, strict=True)):
+            try:
+                self._model.decode(cache, 0, token_ids=(token,))
+            except Exception as error:
+                failures[index] = error
+        return failures
+
+    def _build(
+        self, mode: BatchMode, requests: Sequence[list[Any]], token_ids: Sequence[int]
+    ) -> tuple[list[mx.array], list[Any]]:
+        """Build the graph of one forward; if that raises, the caches are as before.
+
+        Returns:
+            For each row its logits ``[vocab]``, and the caches that were written to.
+        """
+        packed = PackedLayers(requests, merge=mode == "merged")
+        before = [_aliased(leaf.__dict__) for leaf in packed.leaves]
+        try:
+            split = self._mixers if mode == "mixer" else ()
+            with one_call_per_row(self._modules, split):
+                tokens = mx.array([[token] for token in token_ids])
+                logits = self._model.network(tokens, cache=packed.layers)
+            packed.give_back()
+            return [row[0, -1] for row in mx.split(logits, len(token_ids))], packed.leaves
+        except Exception:
+            for leaf, attributes in zip(packed.leaves, before, strict=True):
+                leaf.__dict__ = attributes
+            raise
+
+    # -- which way is exact -----------------------------------------------------
+
+    def _choose_mode(self) -> None:
+        requests, references = self._read_trial()
+        reasons = []
+        modes: tuple[BatchMode, ...] = ("packed", "mixer", "merged")
+        for mode in modes:
+            reason = self._try(mode, copy.deepcopy(requests), references)
+            if reason is None:
+                break
+            reasons.append(f"{mode}: {reason}")
+        else:
+            mode = "rows"
+        if mode in _PRICE:
+            self._fall_back(mode, "; ".join(reasons))
+        else:
+            self.mode = mode
+
+    def _fall_back(self, mode: BatchMode, reason: str) -> None:
+        self.mode = mode
+        self.fallback_reason = reason
+        logger.warning(
+            "%s cannot share a forward between requests with their own caches (%s). "
+            "Mode `%s` is used: %s.",
+            self._model.name,
+            reason,
+            mode,
+            _PRICE[mode],
+        )
+
+    def _read_trial(self) -> tuple[list[list[Any]], list[mx.array]]:
+        """Read one short sequence alone, and copy its caches on the way.
+
+        Returns:
+            Caches of a length apart, and the logits after each of the tokens that
+            follow the first of them.
+        """
+        cache = self._model.new_cache()
+        _shrink_rings(cache.layers)
+        first = _TRIAL_RING_TOKENS - 1
+        self._model.prefill(cache, _TRIAL_TOKENS[:first])
+        requests: list[list[Any]] = []
+        references: list[mx.array] = []
+        for token in _TRIAL_TOKENS[first:]:
+            if len(requests) < _TRIAL_ROWS:
+                requests.append(copy.deepcopy(cache.layers))
+            self._model.decode(cache, 0, token_ids=(token,))
+            assert cache.logits is not None
+            references.append(cache.logits)
+        return requests, references
+
+    def _try(
+        self, mode: BatchMode, requests: list[list[Any]], references: list[mx.array]
+    ) -> str | None:
+        """Return why this way is no good; None if it is exact, now and a token later."""
+        following = _TRIAL_TOKENS[_TRIAL_RING_TOKENS - 1 :]
+        tolerance = _TOLERANCE.get(self._model.dtype, _HALF_TOLERANCE)
+        try:
+            for step in range(len(following) - _TRIAL_ROWS + 1):
+                tokens = following[step : step + _TRIAL_ROWS]
+                logits, leaves = self._build(mode, requests, tokens)
+                _evaluate(logits, leaves)
+                for row, reference in zip(logits, references[step:], strict=False):
+                    error = _relative_error(row, reference)
+                    if not error <= tolerance:  # NaN too.
+                        return f"its logits are off by {error:.2g} of the largest"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+
+def _evaluate(logits: list[mx.array], leaves: list[Any]) -> None:
+    mx.eval(logits, [leaf.state for leaf in leaves if not leaf.empty()])
+
+
+def _aliased(value: Any) -> Any:
+    """Copy containers and array objects, not the arrays' memory.
+
+    A write into an array changes the object, so that a plain reference would see it.
+    An alias must be gone before evaluation: until then the write is in place.
+    """
+    if isinstance(value, mx.array):
+        return copy.copy(value)
+    if isinstance(value, list | tuple):
+        return type(value)(map(_aliased, value))
+    if isinstance(value, dict):
+        return {name: _aliased(item) for name, item in value.items()}
+    return value
+
+
+def _shrink_rings(layers: Sequence[Any]) -> None:
+    """Let sliding windows close within the trial."""
+    for layer in layers:
+        if isinstance(layer, CacheList):
+            _shrink_rings(layer.caches)
+        elif isinstance(layer, RotatingKVCache):
+            layer.max_size = layer.keep + _TRIAL_RING_TOKENS
+
+
+def _relative_error(row: mx.array, reference: mx.array) -> float:
+    row, reference = row.astype(mx.float32), reference.astype(mx.float32)
+    return float(mx.abs(row - reference).max() / mx.abs(reference).max())
