@@ -15,6 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import mtplx  # noqa: F401  Before MLX, so that MLX finds OpenBLAS.
+
+# isort: split
 import mlx.core as mx
 
 from mtplx.models import Model
@@ -36,10 +39,12 @@ def filled(model: Model, depths: list[int]) -> list[PromptCache]:
     return [copy.deepcopy(by_depth[depth]) for depth in depths]
 
 
-def own_caches(model: Model, depths: list[int], mode: BatchMode) -> Callable[[], None]:
+def own_caches(
+    model: Model, caches: list[PromptCache], mode: BatchMode
+) -> Callable[[], None]:
     decoder = BatchDecoder(model)
     decoder.mode = mode
-    caches = filled(model, depths)
+    caches = copy.deepcopy(caches)
 
     def step() -> None:
         assert not decoder.decode(caches, [TOKEN] * len(caches))
@@ -47,14 +52,14 @@ def own_caches(model: Model, depths: list[int], mode: BatchMode) -> Callable[[],
     return step
 
 
-def padded_batch(model: Model, depths: list[int]) -> Callable[[], None]:
+def padded_batch(model: Model, caches: list[PromptCache]) -> Callable[[], None]:
     """mlx-lm's way: one padded cache for all, joined once before the first step."""
-    rows = zip(*(cache.layers for cache in filled(model, depths)), strict=True)
+    rows = zip(*(cache.layers for cache in caches), strict=True)
     layers: list[Any] = [type(row[0]).merge(list(row)) for row in rows]
     mx.eval([layer.state for layer in layers])
 
     def step() -> None:
-        logits = model.network(mx.array([[TOKEN]] * len(depths)), cache=layers)
+        logits = model.network(mx.array([[TOKEN]] * len(caches)), cache=layers)
         mx.eval(logits, [layer.state for layer in layers])
 
     return step
@@ -70,14 +75,15 @@ def main() -> None:
     begin_s = time.perf_counter()
     mode = BatchDecoder(model).mode
     print(f"{model.name}: mode {mode}, chosen in {time.perf_counter() - begin_s:.2f} s")
+    caches = filled(model, options.depths)
     ways = {
-        f"own caches ({mode})": own_caches(model, options.depths, mode),
-        "own caches, a forward each": own_caches(model, options.depths, "rows"),
-        "own caches, joined in each step": own_caches(model, options.depths, "merged"),
-        "mlx-lm batch cache": padded_batch(model, options.depths),
+        f"own caches ({mode})": own_caches(model, caches, mode),
+        "own caches, a forward each": own_caches(model, caches, "rows"),
+        "own caches, joined in each step": own_caches(model, caches, "merged"),
+        "mlx-lm batch cache": padded_batch(model, caches),
     }
     times_s: dict[str, list[float]] = {name: [] for name in ways}
-    for name, step in ways.items():
+    for step in ways.values():
         step()  # Gives shared buffers memory of their own.
     for _ in range(options.steps):
         for name, step in ways.items():

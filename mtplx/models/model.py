@@ -21,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mtplx.backend import compute_description, resolve_device
+from mtplx.models.attention import attend, attention_modules, attention_replaced
 from mtplx.models.cache import CacheKind, PromptCache, cache_kind
 from mtplx.models.fingerprint import fingerprint
 from mtplx.models.load import load_network
@@ -70,6 +71,7 @@ class Model:
         self.dtype = dtype
         self.backend = backend
         self.created = int(time.time())
+        self._hooks = attention_modules(network) if device == "cpu" else []
 
     @classmethod
     def load(
@@ -158,7 +160,7 @@ class Model:
 
         Only the cache is evaluated, so the output layer never runs.
         """
-        self.network(mx.array([token_ids]), cache=cache.layers)
+        self._forward(cache, token_ids)
         cache.evaluate()
         cache.offset += len(token_ids)
         cache.logits = cache.pending = None
@@ -199,12 +201,16 @@ class Model:
         return mx.zeros((0, self.vocab_size))
 
     def _read(self, cache: PromptCache, token_ids: Sequence[int]) -> None:
-        logits = self.network(mx.array([token_ids]), cache=cache.layers)[0, -1]
+        logits = self._forward(cache, token_ids)[0, -1]
         mx.eval(logits)
         cache.evaluate()
         cache.offset += len(token_ids)
         cache.logits = logits
         cache.pending = None
+
+    def _forward(self, cache: PromptCache, token_ids: Sequence[int]) -> mx.array:
+        with attention_replaced(self._hooks, attend):
+            return self.network(mx.array([token_ids]), cache=cache.layers)
 
 
 def _context_length(config: dict[str, Any]) -> int:

@@ -1,11 +1,13 @@
-"""Lets one forward read a token for each of several requests, each with its own caches.
+"""Lets one forward read tokens of several requests, each with its own caches.
 
-The rows of the batch are the requests. For the time of one forward a layer's caches
-are replaced by one stand-in, of one of two kinds:
+Every row of the batch is one token. Most requests have one row; the span of a prompt
+may come along with a row for each of its tokens. For the time of one forward a layer's
+caches are replaced by one stand-in, of one of two kinds:
 
-* keys and values: ``RowCaches`` writes each row into its request's own mlx-lm cache and
-  answers with an opaque handle; attention, hooked where the network's modules look it
-  up, takes the handle apart and runs once per request. Nothing is padded or moved.
+* keys and values: ``RowCaches`` writes the rows of each request into its own mlx-lm
+  cache and answers with an opaque handle; attention, hooked where the network's modules
+  look it up, takes the handle apart and runs once per request. Nothing is padded or
+  moved.
 * recurrent state: it has one size for all, so the states are joined into one cache for
   this forward and given back after it.
 
@@ -20,58 +22,89 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from types import ModuleType
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-_ATTENTION = "scaled_dot_product_attention"
+from mtplx.models.attention import attend, attention_replaced
 
 
-class PerRow:
-    """A handle: one value for each row, which the network only passes on."""
+class PerRequest:
+    """A handle: one value for each request, which the network only passes on.
 
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
+    Args:
+        values: In the order of the requests.
+        layer: Knows which rows are whose.
+    """
+
+    def __init__(self, values: list[Any], layer: RowCaches) -> None:
+        self.values = values
+        self.layer = layer
 
 
 class RowCaches:
     """Stands for the caches that several requests have for one layer.
 
     Args:
-        caches: One mlx-lm cache per row; these do all the work.
-        offsets: ``[rows]`` int32, tokens in each: positions for the rotary embedding.
+        caches: One mlx-lm cache per request; these do all the work.
+        counts: Rows of each request.
+        offsets: ``[rows]`` int32, the position of each row: for the rotary embedding.
     """
 
-    def __init__(self, caches: list[Any], offsets: mx.array) -> None:
+    def __init__(self, caches: list[Any], counts: Sequence[int], offsets: mx.array) -> None:
         self.caches = caches
+        self.counts = counts
         self.offset = offsets
+        self._cuts = list(accumulate(counts[:-1]))
 
-    def make_mask(self, *args: Any, **kwargs: Any) -> PerRow | None:
+    def make_mask(self, length: int, *args: Any, **kwargs: Any) -> PerRequest | None:
         """Return a handle to each cache's own mask, or None if none has one."""
-        masks = [cache.make_mask(*args, **kwargs) for cache in self.caches]
-        return None if all(mask is None for mask in masks) else PerRow(masks)
+        assert length == 1, "every row is one token"
+        masks = [
+            cache.make_mask(count, *args, **kwargs)
+            for cache, count in zip(self.caches, self.counts, strict=True)
+        ]
+        return None if all(mask is None for mask in masks) else PerRequest(masks, self)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PerRow, PerRow]:
-        """Write each row, ``[heads, 1, dim]``, into its own cache."""
-        parts = zip(self.caches, _split(keys), _split(values), strict=True)
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[PerRequest, PerRequest]:
+        """Write each request's rows, ``[rows, heads, 1, dim]``, into its own cache."""
+        parts = zip(self.caches, self.part(keys), self.part(values), strict=True)
         fetched = [cache.update_and_fetch(key, value) for cache, key, value in parts]
         self.offset = self.offset + 1
-        return _handles(fetched)
+        return self._handles(fetched)
 
-    def keys_and_values(self) -> tuple[PerRow, PerRow]:
+    def keys_and_values(self) -> tuple[PerRequest, PerRequest]:
         """Return handles for a layer that attends to another layer's keys."""
-        return _handles([cache.keys_and_values() for cache in self.caches])
+        return self._handles([cache.keys_and_values() for cache in self.caches])
 
+    def _handles(self, fetched: list[tuple[Any, Any]]) -> tuple[PerRequest, PerRequest]:
+        keys, values = ([pair[side] for pair in fetched] for side in (0, 1))
+        return PerRequest(keys, self), PerRequest(values, self)
 
-def _handles(fetched: list[tuple[Any, Any]]) -> tuple[PerRow, PerRow]:
-    return PerRow([keys for keys, _ in fetched]), PerRow([values for _, values in fetched])
+    def part(self, rows: mx.array) -> list[mx.array]:
+        """Turn ``[rows, heads, 1, dim]`` into ``[1, heads, count, dim]`` per request."""
+        parts = cast(list[mx.array], mx.split(rows, self._cuts))
+        return [
+            part if count == 1 else part.swapaxes(0, 2)
+            for part, count in zip(parts, self.counts, strict=True)
+        ]
+
+    def join(self, parts: list[mx.array]) -> mx.array:
+        """Undo ``part``."""
+        return mx.concatenate(
+            [
+                part if count == 1 else part.swapaxes(0, 2)
+                for part, count in zip(parts, self.counts, strict=True)
+            ]
+        )
 
 
 def _split(array: mx.array) -> list[mx.array]:
@@ -82,7 +115,8 @@ class PackedLayers:
     """The stand-ins for all layers, for one forward.
 
     Args:
-        requests: For each row its request's caches, one for each layer.
+        requests: For each request its caches, one for each layer.
+        counts: Rows of each; more than one only where ``takes_spans`` is true of them.
         merge: Join keys and values too, with mlx-lm's padded batch caches.
 
     Attributes:
@@ -90,7 +124,10 @@ class PackedLayers:
         leaves: The requests' own caches that it will write to.
     """
 
-    def __init__(self, requests: Sequence[Sequence[Any]], *, merge: bool) -> None:
+    def __init__(
+        self, requests: Sequence[Sequence[Any]], counts: Sequence[int], *, merge: bool
+    ) -> None:
+        self._counts = counts
         self._merge = merge
         self._offsets: dict[tuple[int, ...], mx.array] = {}
         self._joined: list[tuple[list[Any], Any]] = []
@@ -109,8 +146,8 @@ class PackedLayers:
         else:
             offsets = tuple(row.offset for row in rows)
             if offsets not in self._offsets:
-                self._offsets[offsets] = mx.array(offsets, mx.int32)
-            return RowCaches(rows, self._offsets[offsets])
+                self._offsets[offsets] = _positions(offsets, self._counts)
+            return RowCaches(rows, self._counts, self._offsets[offsets])
         self._joined.append((rows, stand_in))
         return stand_in
 
@@ -122,6 +159,26 @@ class PackedLayers:
             else:
                 for index, row in enumerate(rows):
                     row.__dict__.update(stand_in.extract(index).__dict__)
+
+
+def takes_spans(layers: Sequence[Any]) -> bool:
+    """Return whether a request with these caches may have several rows.
+
+    Recurrent state cannot: its rows would be read as requests of their own.
+    """
+    return all(
+        takes_spans(layer.caches)
+        if isinstance(layer, CacheList)
+        else not isinstance(layer, ArraysCache)
+        for layer in layers
+    )
+
+
+def _positions(offsets: Sequence[int], counts: Sequence[int]) -> mx.array:
+    positions: list[int] = []
+    for offset, count in zip(offsets, counts, strict=True):
+        positions += range(offset, offset + count)
+    return mx.array(positions, mx.int32)
 
 
 def _join_states(rows: list[Any]) -> Any:
@@ -142,13 +199,6 @@ def _part_states(joined: Any, rows: list[Any]) -> None:
 
 
 # -- hooks ----------------------------------------------------------------------
-
-
-def attention_modules(network: nn.Module) -> list[ModuleType]:
-    """Return the Python modules where this network looks up mlx-lm's attention."""
-    modules = {sys.modules[type(module).__module__] for module in network.modules()}
-    original = base.scaled_dot_product_attention
-    return [module for module in modules if getattr(module, _ATTENTION, None) is original]
 
 
 def mixers(network: nn.Module) -> list[nn.Module]:
@@ -174,6 +224,30 @@ def _takes_cache(module: nn.Module) -> bool:
     return "cache" in inspect.signature(type(module).__call__).parameters
 
 
+def final_norm(network: nn.Module) -> nn.Module | None:
+    """Return the norm before the output layer, where the network is built the usual way."""
+    norm = getattr(getattr(network, "model", None), "norm", None)
+    return norm if isinstance(norm, nn.Module) else None
+
+
+@contextmanager
+def only_rows(norm: nn.Module, kept: slice | list[slice]) -> Iterator[None]:
+    """Make the final norm drop all rows but these, so that the output layer, a quarter
+    of a small model, runs for them only."""
+    kind = type(norm)
+    wanted = kept if isinstance(kept, list) else [kept]
+
+    def call(self: nn.Module, hidden: mx.array) -> mx.array:
+        rows = mx.concatenate([hidden[part] for part in wanted])
+        return cast(mx.array, kind.__call__(self, rows))
+
+    norm.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+    try:
+        yield
+    finally:
+        norm.__class__ = kind
+
+
 @contextmanager
 def one_call_per_row(
     modules: Sequence[ModuleType], split: Sequence[nn.Module] = ()
@@ -185,17 +259,14 @@ def one_call_per_row(
         split: Mixers that are called once per row instead.
     """
     kinds = [type(mixer) for mixer in split]
-    try:
-        for module in modules:
-            setattr(module, _ATTENTION, _attention)
-        for mixer, kind in zip(split, kinds, strict=True):
-            mixer.__class__ = _by_row(cast(Hashable, kind))
-        yield
-    finally:
-        for module in modules:
-            setattr(module, _ATTENTION, base.scaled_dot_product_attention)
-        for mixer, kind in zip(split, kinds, strict=True):
-            mixer.__class__ = kind
+    with attention_replaced(modules, _attention):
+        try:
+            for mixer, kind in zip(split, kinds, strict=True):
+                mixer.__class__ = _by_row(cast(Hashable, kind))
+            yield
+        finally:
+            for mixer, kind in zip(split, kinds, strict=True):
+                mixer.__class__ = kind
 
 
 def _attention(
@@ -207,18 +278,23 @@ def _attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    original = base.scaled_dot_product_attention
-    if not isinstance(keys, PerRow):
-        return original(queries, keys, values, cache, scale, mask, sinks)
-    if mask is not None and not isinstance(mask, PerRow):
+    if not isinstance(keys, PerRequest):
+        return attend(queries, keys, values, cache, scale, mask, sinks)
+    if mask is not None and not isinstance(mask, PerRequest):
         raise TypeError("the network computes a mask of its own")
-    nothing = [None] * len(keys.rows)
-    masks = nothing if mask is None else mask.rows
+    nothing = [None] * len(keys.values)
+    masks = nothing if mask is None else mask.values
     # A layer that attends to another layer's keys may have no cache.
     caches = nothing if cache is None else cache.caches
-    rows = zip(_split(queries), keys.rows, values.rows, caches, masks, strict=True)
-    return mx.concatenate(
-        [original(*row[:4], scale=scale, mask=row[4], sinks=sinks) for row in rows]
+    layer = keys.layer
+    parts = zip(layer.part(queries), keys.values, values.values, strict=True)
+    return layer.join(
+        [
+            attend(query, key, value, own_cache, scale, own_mask, sinks)
+            for (query, key, value), own_cache, own_mask in zip(
+                parts, caches, masks, strict=True
+            )
+        ]
     )
 
 
@@ -254,8 +330,8 @@ def _row_count(value: Any) -> int:
 def _row(value: Any, index: int, count: int) -> Any:
     if isinstance(value, RowCaches):
         return value.caches[index]
-    if isinstance(value, PerRow):
-        return value.rows[index]
+    if isinstance(value, PerRequest):
+        return value.values[index]
     if isinstance(value, CacheList):
         return CacheList(*(_row(part, index, count) for part in value.caches))
     if isinstance(value, mx.array) and value.shape[:1] == (count,):
