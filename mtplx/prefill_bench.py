@@ -152,8 +152,7 @@ class _Runner:
             window=self._window,
             tail_grid=self._tail_grid,
         )
-        while not prefill.complete:
-            prefill.run_span()
+        prefill.run()
         assert prefill.cache.logits is not None
         mx.eval(mx.argmax(prefill.cache.logits))
         prefill.clock.first_token_s = time.perf_counter()

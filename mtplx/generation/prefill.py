@@ -62,7 +62,7 @@ def prefill_batch(
 
 
 class PromptPrefill:
-    """Restores what the bank has, then computes the rest span by span.
+    """Restores what the bank has, then computes the rest as far as it is told.
 
     Args:
         model: Reads the prompt.
@@ -74,7 +74,8 @@ class PromptPrefill:
 
     Attributes:
         cache: Complete up to ``cache.offset``.
-        plan: The spans and snapshots, decided here once.
+        plan: Edges, snapshots and spans, decided here once.
+        clock: What it cost so far.
     """
 
     def __init__(
@@ -106,30 +107,58 @@ class PromptPrefill:
             window=window,
             tail_grid=tail_grid,
         )
-        self._next = 0
+        self._kept_tokens = self.cache.offset
         self._snapshots: dict[int, LayerSnapshot] = {}
 
     @property
     def complete(self) -> bool:
         """True once the logits of the last prompt token are there."""
-        return self._next == len(self.plan.spans)
+        return self.cache.offset >= self.plan.prompt_tokens
 
-    def run_span(self) -> Span:
-        """Compute the next span, and keep a snapshot where the plan wants one."""
-        span = self.plan.spans[self._next]
-        begin_s = time.perf_counter()
-        prefill_batch(self.model, self.cache, self.prompt.token_ids, span)
-        self.clock.computed(span.end - span.start, time.perf_counter() - begin_s)
-        if span.end in self.plan.snapshots:
-            self._snapshots[span.end] = take_snapshot(self.cache)
-        self._next += 1
+    def run(self, end: int | None = None) -> None:
+        """Compute up to index ``end`` of the prompt; default its end.
+
+        Args:
+            end: Where to stop, beyond what is computed. It need not be the end of a
+                span of the plan.
+        """
+        end = self.plan.prompt_tokens if end is None else end
+        for span in self.plan.spans_until(end, self.cache.offset):
+            begin_s = time.perf_counter()
+            prefill_batch(self.model, self.cache, self.prompt.token_ids, span)
+            self.computed(span.end - span.start, time.perf_counter() - begin_s)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Take note of a span that is in the cache now.
+
+        Called for spans that were computed elsewhere, in a forward shared with streams.
+
+        Args:
+            tokens: Its length.
+            seconds: Time of the forward, all of it if it was shared.
+        """
+        self.clock.computed(tokens, seconds)
+        if self.cache.offset in self.plan.snapshots:
+            self._snapshots[self.cache.offset] = take_snapshot(self.cache)
         if self.complete:
             self.clock.end_s = time.perf_counter()
-        return span
 
     def metrics(self) -> PrefillMetrics | None:
         """Return what the prefill cost; None while it is not complete."""
         return self.clock.metrics() if self.complete else None
+
+    def keep_progress(self) -> None:
+        """Give the bank what was computed, each time that it is worth it.
+
+        That is after every window of tokens, or where a snapshot was taken. A prompt
+        that fails or is cancelled resumes there.
+        """
+        if self.model.state_key.any_prefix:
+            worth_it = self.cache.offset - self._kept_tokens >= self.plan.window
+        else:
+            worth_it = self.cache.offset in self._snapshots
+        if worth_it or self.complete:
+            self.store(self.prompt.token_ids)
 
     def store(self, token_ids: Sequence[int]) -> None:
         """Give the bank the state of everything computed so far.
@@ -151,6 +180,7 @@ class PromptPrefill:
             self._snapshots,
         )
         self._snapshots = {}
+        self._kept_tokens = self.cache.offset
 
     def release(self) -> None:
         """Let go of the bank's state. The cache stays as it is."""

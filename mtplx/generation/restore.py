@@ -82,8 +82,7 @@ def restore_or_prefill_prompt_state(
         tail_grid=tail_grid,
     )
     try:
-        while not prefill.complete:
-            prefill.run_span()
+        prefill.run()
         prefill.store(prompt.token_ids)
     finally:
         prefill.release()

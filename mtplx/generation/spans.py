@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 from mtplx.types import Prompt
@@ -101,15 +101,40 @@ class PrefillPlan:
     Attributes:
         prompt_tokens: Length of the prompt.
         restored_tokens: Length of the prefix that comes from the bank.
-        spans: What is computed, in order.
-        snapshots: Ends of spans at which the state of layers that cannot be cut is
-            kept. Empty for models that have none.
+        edges: Mandatory edges, ascending: where a span must end.
+        snapshots: Where the state of layers that cannot be cut is kept: every edge and
+            the end of the prompt. Empty for models that have no such layers.
+        window: Longest span in tokens.
+        tail_grid: Grid on which the tail is cut.
     """
 
     prompt_tokens: int
     restored_tokens: int
-    spans: tuple[Span, ...]
+    edges: tuple[int, ...]
     snapshots: frozenset[int]
+    window: int
+    tail_grid: int
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans of a prompt that is read without regard to anyone else."""
+        return tuple(self.spans_until(self.prompt_tokens, self.restored_tokens))
+
+    def spans_until(self, end: int, start: int) -> Iterator[Span]:
+        """Yield what computes ``[start, end)``, the tail refined if it ends the prompt.
+
+        A scheduler that chooses ranges of its own gets them computed this way.
+        """
+        if end == self.prompt_tokens:
+            yield from _prefill_spans_with_tail_grid(
+                end, self.edges, window=self.window, tail_grid=self.tail_grid, start=start
+            )
+        else:
+            edges = (*self.edges, end)
+            spans = _iter_prefill_chunk_spans(
+                self.prompt_tokens, edges, window=self.window, start=start
+            )
+            yield from takewhile(lambda span: span.end <= end, spans)
 
 
 def plan_prefill(
@@ -123,7 +148,8 @@ def plan_prefill(
     """Plan the spans of a prompt and where its state is kept.
 
     Every edge costs a forward of its own, so only a model that cannot cut its state
-    later (``any_prefix`` False) gets the prompt's edges as mandatory ones.
+    later (``any_prefix`` False) gets the prompt's edges as mandatory ones, and the cut
+    of its tail.
 
     Args:
         prompt: With its edges and stable prefix.
@@ -133,14 +159,13 @@ def plan_prefill(
         tail_grid: Grid on which the tail is cut.
     """
     total = len(prompt.token_ids)
-    edges = () if any_prefix else (*prompt.edges, prompt.stable_prefix_len)
-    spans = tuple(
-        _prefill_spans_with_tail_grid(
-            total, edges, window=window, tail_grid=tail_grid, start=restored_tokens
-        )
+    if any_prefix:
+        return PrefillPlan(total, restored_tokens, (), frozenset(), window, tail_grid)
+    wanted = (*prompt.edges, prompt.stable_prefix_len)
+    spans = _prefill_spans_with_tail_grid(
+        total, wanted, window=total, tail_grid=tail_grid, start=restored_tokens
     )
-    kept: frozenset[int] = frozenset()
-    if not any_prefix and spans:
-        kept = frozenset(_inner_edges(total, (*edges, spans[-1].start), restored_tokens))
-        kept |= {total}
-    return PrefillPlan(total, restored_tokens, spans, kept)
+    ends = tuple(span.end for span in spans)
+    return PrefillPlan(
+        total, restored_tokens, ends[:-1], frozenset(ends), window, tail_grid
+    )

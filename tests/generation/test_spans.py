@@ -128,8 +128,29 @@ def test_a_plan_keeps_state_only_where_spans_end(
     wanted = () if any_prefix else (*edges, prompt.stable_prefix_len)
     _check_law_1(plan.spans, total, wanted, window, restored)
     assert plan.snapshots <= {span.end for span in plan.spans}
+    assert plan.spans[-1].end - plan.spans[-1].start <= grid
     if any_prefix:
         assert not plan.snapshots
+        assert not plan.edges
     else:
         inner = {edge for edge in wanted if restored < edge < total}
         assert plan.snapshots >= inner | {total}
+        assert plan.snapshots == {*plan.edges, total}
+
+
+@given(st.integers(2, 300), edge_lists, st.booleans(), st.integers(1, 120), st.data())
+def test_a_plan_can_be_carried_out_in_pieces(total, edges, any_prefix, window, data):
+    """A scheduler stops where it likes; together it is the whole prompt by law 1."""
+    plan = plan_prefill(
+        Prompt(tuple(range(total)), tuple(edges)),
+        any_prefix=any_prefix,
+        window=window,
+        tail_grid=8,
+    )
+    stops = sorted({*data.draw(st.lists(st.integers(1, total), max_size=5)), total})
+    spans, position = [], 0
+    for stop in stops:
+        spans += plan.spans_until(stop, position)
+        position = stop
+    _check_law_1(spans, total, plan.edges, window, 0)
+    assert set(stops) <= {span.end for span in spans}

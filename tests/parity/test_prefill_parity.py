@@ -136,8 +136,7 @@ def test_state_kept_while_decoding_is_the_state_of_those_tokens(model_type):
     model = tiny_model(model_type)
     bank = SessionBank(model=model)
     prefill = PromptPrefill(model, Prompt(tuple(PROMPT[:30])), bank, arrival_s=0.0)
-    while not prefill.complete:
-        prefill.run_span()
+    prefill.run()
     answer = mx.argmax(model.decode(prefill.cache, WINDOW + 5), axis=-1).tolist()
     prefill.store((*PROMPT[:30], *answer))
     prefill.release()
