@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtplx.errors import ConfigError
+from mtplx.errors import ConfigError, InvalidRequestError
 
-RELATIVE_ITL_TARGET = 3.0
+RELATIVE_ITL_TARGET = 2.6
 """Default for the token gap of a running stream, in undisturbed decode steps.
 
 A gap of ``k`` steps leaves ``k - 1`` of every ``k`` step times to prefill, so the prompt
-takes at least ``k / (k - 1)`` times as long as it would alone: 2 at ``k = 2``, 1.5 at 3,
-1.33 at 4. On top of that each span reads the weights once more. With the costs measured
-on two CPU cores for a 135M model in float32 (decode step 92 ms; a span 60 ms and 4.5 ms a
-token) the simulator reads 900 tokens beside 3 streams in 13.0 s at 2.5 steps, 9.9 s at 3,
-8.3 s at 3.5 and 7.6 s at 4, against 4.3 s without a target. Below 3 the prompt loses much
-and the streams gain little; above it a reader sees the streams stutter.
+takes at least ``k / (k - 1)`` times as long as it would alone: 1.8 at ``k = 2.2``, 1.6 at
+2.6, 1.5 at 3. Steps are also noisy: what is planned for ``k`` comes out up to a tenth
+longer on a quiet machine and a third on a busy one, and a reader who sees a stream
+stutter sees the longest gap. Measured on two shared CPU cores with a 135M model, 3
+streams and a prompt of 900 tokens (``benchmarks/stall.py``; worst gap in undisturbed
+gaps, TTFT against a server that lets the streams stand still): 3.3 and 0.9 at ``k = 3``,
+2.3 and 1.6 at 2.2. 2.6 stays below 3 without making the prompt wait for long.
 """
 
 OVERTAKING_LIMIT = 4.0
@@ -42,6 +43,9 @@ class SchedulerConfig:
             no limit but the budget. Leaves room for other prompts beside a long one.
         enable_chunked_prefill: Off: a prompt is one span, whatever its length, and one
             longer than ``max_whole_prompt_tokens`` is refused.
+        spans_share_decodes: The model can compute a span in the forward of a decode; the
+            first span of a step beside streams then does. A short span costs mostly the
+            reading of the weights, which is then paid once.
         prefill_window: Longest span ``W``, in tokens.
         min_prefill_tokens: Guaranteed share of prefill in each iteration that has a
             started prompt, whatever the target.
@@ -60,6 +64,7 @@ class SchedulerConfig:
     max_num_partial_prefills: int = 4
     long_prefill_token_threshold: int = 0
     enable_chunked_prefill: bool = True
+    spans_share_decodes: bool = False
     prefill_window: int = 2048
     min_prefill_tokens: int = 16
     target_itl_s: float | None = None
@@ -102,3 +107,23 @@ class SchedulerConfig:
     def max_whole_prompt_tokens(self) -> int:
         """Longest prompt that fits one iteration beside a full house of streams."""
         return self.max_num_batched_tokens - (self.max_num_seqs - 1)
+
+    def check_prompt(self, prompt_tokens: int) -> None:
+        """Refuse a prompt that must be computed whole and is too long for that.
+
+        Raises:
+            InvalidRequestError: With the limit and what to do.
+        """
+        limit = self.max_whole_prompt_tokens
+        if not self.enable_chunked_prefill and prompt_tokens > limit:
+            raise InvalidRequestError(
+                f"The prompt has {prompt_tokens} tokens; without chunked prefill this "
+                f"server reads at most {limit} at once (max_num_batched_tokens="
+                f"{self.max_num_batched_tokens}, less one for each other stream). "
+                "Send a shorter prompt, or raise max_num_batched_tokens.",
+                param="messages",
+            )
+
+    def max_waiting(self, running: int) -> int:
+        """Return how many requests may wait while ``running`` others run."""
+        return self.max_queue + self.max_num_seqs - running

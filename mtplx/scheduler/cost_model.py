@@ -48,6 +48,8 @@ class StepCost:
         span_s: For each span.
         span_token_s: For each token of a span.
         span_depth_s: For each pair of a span's token and one before it.
+        shared_s, shared_token_s, shared_depth_s: The same three for a span that shares
+            the forward of a decode: what it adds to it.
     """
 
     iteration_s: float = 0.0
@@ -57,6 +59,9 @@ class StepCost:
     span_s: float = 0.0
     span_token_s: float = 0.0
     span_depth_s: float = 0.0
+    shared_s: float = 0.0
+    shared_token_s: float = 0.0
+    shared_depth_s: float = 0.0
 
     def of_decode(self, rows: int, depth_tokens: int) -> float:
         """Seconds of a decode of ``rows`` streams with ``depth_tokens`` cached in all."""
@@ -64,9 +69,19 @@ class StepCost:
             return 0.0
         return self.decode_s + rows * self.decode_row_s + depth_tokens * self.decode_depth_s
 
-    def of_span(self, start: int, tokens: int) -> float:
-        """Seconds of the span ``[start, start + tokens)``."""
+    def of_span(self, start: int, tokens: int, *, shared: bool = False) -> float:
+        """Seconds of the span ``[start, start + tokens)``.
+
+        Args:
+            start: Where it begins.
+            tokens: Its length.
+            shared: It shares the forward of a decode: what it adds to that.
+        """
         pairs = _pairs(start, tokens)
+        if shared:
+            return (
+                self.shared_s + tokens * self.shared_token_s + pairs * self.shared_depth_s
+            )
         return self.span_s + tokens * self.span_token_s + pairs * self.span_depth_s
 
     def dumps(self) -> str:
@@ -94,7 +109,14 @@ def read_step_cost(path: Path) -> StepCost:
     return cost
 
 
-PRIOR = StepCost(decode_s=0.06, decode_row_s=0.01, span_s=0.06, span_token_s=0.0045)
+PRIOR = StepCost(
+    decode_s=0.06,
+    decode_row_s=0.01,
+    span_s=0.06,
+    span_token_s=0.0045,
+    shared_s=0.01,
+    shared_token_s=0.0045,
+)
 """Before the first measurement: a 135M model on two CPU cores. On a faster machine the
 first spans are short and then double until the measurements bind."""
 
@@ -105,8 +127,10 @@ class CostModel:
     def __init__(self, prior: StepCost = PRIOR) -> None:
         decode = (prior.decode_s, prior.decode_row_s, prior.decode_depth_s)
         span = (prior.span_s, prior.span_token_s, prior.span_depth_s)
+        shared = (prior.shared_s, prior.shared_token_s, prior.shared_depth_s)
         self._decode = _NonNegativeFit(decode, typical=(1, 4, 4096))
         self._span = _NonNegativeFit(span, typical=(1, 64, 64 * 1024))
+        self._shared = _NonNegativeFit(shared, typical=(1, 64, 64 * 1024))
         self._ratios: deque[float] = deque(maxlen=256)
         self._longest_span_tokens = 0
         self.cost = prior
@@ -116,15 +140,19 @@ class CostModel:
         self._decode.observe((1, rows, depth_tokens), seconds)
         self._refresh()
 
-    def observe_span(self, start: int, tokens: int, seconds: float) -> None:
-        """Learn from one span."""
-        self._span.observe((1, tokens, _pairs(start, tokens)), seconds)
+    def observe_span(
+        self, start: int, tokens: int, seconds: float, *, shared: bool = False
+    ) -> None:
+        """Learn from one span; ``shared`` as for ``StepCost.of_span``."""
+        fit = self._shared if shared else self._span
+        fit.observe((1, tokens, _pairs(start, tokens)), seconds)
         self._longest_span_tokens = max(self._longest_span_tokens, tokens)
         self._refresh()
 
     def observe_step(self, predicted_s: float, measured_s: float) -> None:
         """Learn how far a whole step was from its prediction."""
-        if min(self._decode.observed, self._span.observed) > _TRUSTED_AFTER:
+        spans = max(self._span.observed, self._shared.observed)
+        if min(self._decode.observed, spans) > _TRUSTED_AFTER:
             self._ratios.append(measured_s / predicted_s)
 
     @property
@@ -135,15 +163,19 @@ class CostModel:
         ratio = percentile(sorted(self._ratios), 0.99)
         return min(max(ratio, 1.0), _MOST_MARGIN)
 
-    def span_within(self, seconds: float, start: int, limit: int) -> int:
+    def span_within(
+        self, seconds: float, start: int, limit: int, *, shared: bool = False
+    ) -> int:
         """Return the most tokens, up to ``limit``, of a span that takes ``seconds``."""
         limit = min(limit, max(1, GROWTH * self._longest_span_tokens))
         lengths = range(1, limit + 1)
-        return bisect_right(lengths, seconds, key=lambda n: self.cost.of_span(start, n))
+        return bisect_right(
+            lengths, seconds, key=lambda n: self.cost.of_span(start, n, shared=shared)
+        )
 
     def _refresh(self) -> None:
-        decode, span = self._decode.coefficients, self._span.coefficients
-        self.cost = StepCost(0.0, *decode, *span)
+        fits = (self._decode, self._span, self._shared)
+        self.cost = StepCost(0.0, *(c for fit in fits for c in fit.coefficients))
 
 
 class _NonNegativeFit:

@@ -9,26 +9,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class ItlSummary:
-    """Gaps between tokens. ``p50_s`` and ``p99_s`` are of the most recent gaps, the
-    rest of all; seconds are None before the first gap.
-
-    Attributes:
-        gaps: How many were recorded.
-        target_s: The latest target, None where there is none.
-        misses: Gaps longer than the target of their moment.
-    """
-
-    gaps: int
-    target_s: float | None
-    p50_s: float | None
-    p99_s: float | None
-    worst_s: float | None
-    misses: int
+from mtplx.types import ItlSummary
 
 
 class ItlRecorder:

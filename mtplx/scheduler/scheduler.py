@@ -33,7 +33,7 @@ import math
 from bisect import insort
 from collections.abc import Sequence
 
-from mtplx.errors import InvalidRequestError, QueueFullError
+from mtplx.errors import QueueFullError
 from mtplx.scheduler.config import SchedulerConfig
 from mtplx.scheduler.cost_model import CostModel
 from mtplx.scheduler.request import Request, State
@@ -84,20 +84,11 @@ class Scheduler:
         """
         assert request_id not in self._requests, f"{request_id} is in the scheduler"
         assert prompt_tokens > 0
-        limit = self.config.max_whole_prompt_tokens
-        if not self.config.enable_chunked_prefill and prompt_tokens > limit:
-            raise InvalidRequestError(
-                f"The prompt has {prompt_tokens} tokens; without chunked prefill this "
-                f"server reads at most {limit} at once (max_num_batched_tokens="
-                f"{self.config.max_num_batched_tokens}, less one for each other stream). "
-                "Send a shorter prompt, or raise max_num_batched_tokens.",
-                param="messages",
-            )
-        free_seats = self.config.max_num_seqs - self.running
-        if self.waiting >= self.config.max_queue + free_seats:
+        self.config.check_prompt(prompt_tokens)
+        if self.waiting >= self.config.max_waiting(self.running):
             raise QueueFullError(
                 f"{self.waiting} requests wait already. Try again later.",
-                retry_after_s=self._retry_after_s(),
+                retry_after_s=self.retry_after_s(),
             )
         request = Request(
             request_id, self._arrivals, prompt_tokens, 0, self._served_tokens, deadline_s
@@ -116,6 +107,10 @@ class Scheduler:
         self._waiting.remove(request)
         request.expect_cached(cached_tokens)
         self._waiting.push(request)
+
+    def expected_cached(self, request_id: str) -> int:
+        """Return how much of a waiting prompt is expected to be restored."""
+        return self._requests[request_id].num_computed_tokens
 
     def next_to_start(self) -> str | None:
         """Return the waiting request that should start now, or None.
@@ -182,13 +177,17 @@ class Scheduler:
         """
         assert step is self._in_flight, "this is not the step in flight"
         self._in_flight = None
+        shared_s = 0.0
         if result.decode_s is not None:
-            rows = len(step.decoding)
-            self.costs.observe_decode(rows, step.decode_depth_tokens, result.decode_s)
+            if step.spans and step.spans[0].shared:
+                shared_s = self.shared_span_s(step, result.decode_s)
+            else:
+                rows = len(step.decoding)
+                self.costs.observe_decode(rows, step.decode_depth_tokens, result.decode_s)
             for request_id in step.decoding:
                 if request_id in self._decoding and request_id not in result.failed:
                     self._decoding[request_id].decoded_tokens += 1
-        self._apply_spans(step, result)
+        self._apply_spans(step, result, shared_s)
         seconds = [result.decode_s, *result.span_s]
         if step.decoding and step.spans and None not in seconds:
             measured_s = math.fsum(s for s in seconds if s is not None)
@@ -267,12 +266,23 @@ class Scheduler:
         dated = [r for r in self._requests.values() if r.deadline_s is not None]
         assert {d[2] for d in self._deadlines} == {r.request_id for r in dated}
 
-    def _apply_spans(self, step: Step, result: StepResult) -> None:
+    def shared_span_s(self, step: Step, decode_s: float) -> float:
+        """Return what a span added to the forward of a decode, in seconds.
+
+        Only their sum is measured: it is what goes beyond the decode's expected time.
+        """
+        alone_s = self.costs.cost.of_decode(len(step.decoding), step.decode_depth_tokens)
+        # Noise may leave next to nothing, which would say that spans cost nothing.
+        return max(decode_s - alone_s, 0.1 * alone_s)
+
+    def _apply_spans(self, step: Step, result: StepResult, shared_s: float) -> None:
         streams = [self._decoding[r] for r in step.decoding if r in self._decoding]
         for span, seconds in zip(step.spans, result.span_s, strict=False):
             if seconds is None:
                 continue
-            self.costs.observe_span(span.start, span.tokens, seconds)
+            if span.shared:
+                seconds = shared_s
+            self.costs.observe_span(span.start, span.tokens, seconds, shared=span.shared)
             self._served_tokens += span.tokens
             for stream in streams:
                 stream.suffered_s += seconds
@@ -296,8 +306,8 @@ class Scheduler:
     def _most_prefill_tokens(self) -> int:
         return self.config.max_num_batched_tokens - len(self._decoding)
 
-    def _retry_after_s(self) -> float:
-        """Seconds until the prompts now waiting are read, between 1 and 60."""
+    def retry_after_s(self) -> float:
+        """Return seconds until the prompts now waiting are read, between 1 and 60."""
         window = self.config.prefill_window
         token_s = self.costs.cost.of_span(0, window) / window
         return min(max(self._waiting.uncached_tokens * token_s, 1.0), 60.0)

@@ -33,6 +33,7 @@ class SpanChooser:
         self._config = config
         self._costs = costs
         self._rows = rows
+        self._shares = config.spans_share_decodes and rows > 0
         self._depth_tokens = self._decode_depth_tokens = depth_tokens
         self._predicted_s = costs.cost.of_decode(rows, depth_tokens)
         self._target_s: float | None = None
@@ -84,11 +85,18 @@ class SpanChooser:
         )
         return threshold or config.max_num_batched_tokens
 
+    @property
+    def _next_is_shared(self) -> bool:
+        """The next span goes into the forward of the decodes."""
+        return self._shares and not self._spans
+
     def _next_end(self, request: Request, start: int, room: int) -> int | None:
         """Return the end of the next span, or None where none should follow."""
         in_time = room
         if self._seconds_left < math.inf:
-            in_time = self._costs.span_within(self._seconds_left, start, room)
+            in_time = self._costs.span_within(
+                self._seconds_left, start, room, shared=self._next_is_shared
+            )
         share = min(room, self._share_left)
         allowed = max(in_time, share)
         end = request.next_end(start, allowed, max(share, friendly_length(allowed)))
@@ -106,8 +114,9 @@ class SpanChooser:
 
     def _add(self, request: Request, start: int, end: int) -> None:
         tail = end == request.prompt_tokens
-        self._spans.append(PrefillSpan(request.request_id, start, end, tail))
-        seconds = self._costs.cost.of_span(start, end - start)
+        shared = self._next_is_shared
+        self._spans.append(PrefillSpan(request.request_id, start, end, tail, shared))
+        seconds = self._costs.cost.of_span(start, end - start, shared=shared)
         self._predicted_s += seconds
         self._seconds_left -= seconds
         self._tokens_left -= end - start

@@ -14,13 +14,15 @@ from enum import StrEnum
 class PrefillSpan:
     """Half-open range ``[start, end)`` of one prompt, computed by one forward.
 
-    The last span of a prompt ``is_tail``: its logits give the first token.
+    The last span of a prompt ``is_tail``: its logits give the first token. One that is
+    ``shared`` is part of the decode's forward.
     """
 
     request_id: str
     start: int
     end: int
     is_tail: bool
+    shared: bool = False
 
     @property
     def tokens(self) -> int:
@@ -75,11 +77,13 @@ class StepResult:
     """What happened to a step. Work not reported as done did not happen.
 
     Attributes:
-        decode_s: Seconds of the iteration that were not spent in spans: the decode
-            forward, sampling, sending. None when the decode did not run.
+        decode_s: Seconds of the iteration that were not spent in spans of their own: the
+            decode forward, a span that shared it, sampling, sending. None when the
+            decode did not run.
         span_s: Seconds of each span of the step, in its order; None, or missing at the
             end, for a span that was not computed. It is scheduled again unless its
-            request failed.
+            request failed. For a span that shared the decode's forward 0 says that it
+            was computed; its time is in ``decode_s``.
         finished: Requests that ended as they should (end token, length, stop string).
         failed: Requests that ended with an error.
     """
