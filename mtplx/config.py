@@ -49,6 +49,30 @@ class Settings(BaseModel):
     tail_grid: int = Field(
         32, ge=1, description="Grid in tokens on which the last span of a prompt is cut."
     )
+    enable_chunked_prefill: bool = Field(
+        True, description="Read prompts in spans beside running streams."
+    )
+    max_num_batched_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens one iteration computes, decodes and prefill together "
+        "(default: the prefill window).",
+    )
+    max_num_seqs: int = Field(32, ge=1, description="Most requests that run at once.")
+    max_num_partial_prefills: int = Field(
+        4, ge=1, description="Most prompts that are read at once."
+    )
+    long_prefill_token_threshold: int = Field(
+        0,
+        ge=0,
+        description="Most tokens of one prompt in one iteration; 0 sets no limit.",
+    )
+    target_itl_ms: float | None = Field(
+        None,
+        gt=0,
+        description="Longest gap between the tokens of a stream while prompts are read, "
+        "in ms (default: 2.6 times its undisturbed gap).",
+    )
     max_kv_size: int = Field(
         256_000, ge=0, description="Tokens the SessionBank may hold; 0 keeps nothing."
     )

@@ -11,6 +11,7 @@
     |   `-- ModelNotFoundError        the named model is not served here
     |-- QueueFullError            too many requests wait; try again later
     |-- EngineUnavailableError    the engine stopped or is stopping
+    |-- DeadlineExceededError     the request was not done when its client wanted it
     `-- GenerationError           one request failed while it ran; the others go on
 
 Every message is one or two sentences for the user: what is wrong, and what to do
@@ -93,6 +94,10 @@ class QueueFullError(MtplxError):
 
 class EngineUnavailableError(MtplxError):
     """The engine has stopped, or is stopping."""
+
+
+class DeadlineExceededError(MtplxError):
+    """The request was not complete at its deadline."""
 
 
 class GenerationError(MtplxError):

@@ -1,8 +1,9 @@
-"""What a prefill cost, measured where it happened.
+"""What a request cost, measured where it happened.
 
-``PrefillMetrics`` is the value that travels to the client; ``PrefillClock`` collects
-it while a request runs. The clock belongs to the thread that runs the request and
-never reads the time itself, so that tests can give it any.
+``PrefillMetrics`` and ``StreamMetrics`` are the values that travel to the client;
+``PrefillClock`` collects the former while a request runs. The clock belongs to the
+thread that runs the request and never reads the time itself, so that tests can give it
+any.
 """
 
 from __future__ import annotations
@@ -51,6 +52,32 @@ class PrefillMetrics:
     def __post_init__(self) -> None:
         assert self.cached_tokens + self.new_prefill_tokens == self.prompt_tokens
         assert (self.cached_tokens > 0) == (self.cache_source is not None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a JSON-ready dict."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class StreamMetrics:
+    """How evenly one answer came, and what its prompt cost the others.
+
+    Attributes:
+        itl_target_s: Longest gap between tokens that was aimed at; None without one.
+        itl_p50_s, itl_p99_s, itl_worst_s: Gaps between tokens; None before the second
+            token.
+        itl_misses: Gaps longer than the target.
+        stall_suffered_s: Time this answer waited for spans of other prompts.
+        stall_caused_s: Time in spans of this prompt while at least one answer waited.
+    """
+
+    itl_target_s: float | None
+    itl_p50_s: float | None
+    itl_p99_s: float | None
+    itl_worst_s: float | None
+    itl_misses: int
+    stall_suffered_s: float
+    stall_caused_s: float
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a JSON-ready dict."""

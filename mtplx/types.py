@@ -7,11 +7,11 @@ last one, exactly one per request, is ``Finished`` or ``Failed``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mtplx.errors import MtplxError
-from mtplx.metrics import PrefillMetrics
+from mtplx.metrics import PrefillMetrics, StreamMetrics
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -79,6 +79,8 @@ class GenerationRequest:
         sampling: How tokens are chosen.
         stop: Strings that end the answer; they are not part of it.
         ignore_eos: Do not stop at the model's end tokens (benchmarks).
+        deadline_s: ``time.perf_counter()`` after which the request is ended with an
+            error; None never does.
     """
 
     request_id: str
@@ -88,6 +90,7 @@ class GenerationRequest:
     sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -109,11 +112,13 @@ class Finished:
             the context reached) or ``cancelled``.
         completion_tokens: Tokens sampled, the end token included.
         metrics: None when the prompt was not complete (cancelled before).
+        stream: None where there is no ``metrics``.
     """
 
     reason: FinishReason
     completion_tokens: int
     metrics: PrefillMetrics | None
+    stream: StreamMetrics | None = None
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,25 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
+class ItlSummary:
+    """Gaps between tokens over all streams of an engine. ``p50_s`` and ``p99_s`` are of
+    the most recent gaps, the rest of all; seconds are None before the first gap.
+
+    Attributes:
+        gaps: How many were recorded.
+        target_s: The latest target, None where there is none.
+        misses: Gaps longer than the target of their moment.
+    """
+
+    gaps: int = 0
+    target_s: float | None = None
+    p50_s: float | None = None
+    p99_s: float | None = None
+    worst_s: float | None = None
+    misses: int = 0
+
+
+@dataclass(frozen=True)
 class EngineStatus:
     """A moment of the engine, readable from any thread without waiting for it.
 
@@ -177,6 +201,13 @@ class EngineStatus:
         waiting: Requests that have not started.
         running: Requests that have started and not ended.
         iterations: Iterations so far.
+        batch_mode: How running streams share a forward (``packed``, ``mixer``,
+            ``merged`` or ``rows``).
+        batch_fallback_reason: Why it is one of the slow ones; None where it is not.
+        chunked_prefill: Prompts are read in spans.
+        chunked_prefill_reason: Why they are not; None where they are.
+        itl: Gaps between the tokens of all streams.
+        step_cost: What a step is expected to cost, in seconds, as learned so far.
         bank_tokens, bank_bytes, bank_entries: What the SessionBank holds.
         bank_evictions: Nodes removed to make room, so far.
         pinned: Leases that running requests hold in the bank.
@@ -186,6 +217,12 @@ class EngineStatus:
     waiting: int = 0
     running: int = 0
     iterations: int = 0
+    batch_mode: str = "rows"
+    batch_fallback_reason: str | None = None
+    chunked_prefill: bool = True
+    chunked_prefill_reason: str | None = None
+    itl: ItlSummary = ItlSummary()
+    step_cost: dict[str, float] = field(default_factory=dict)
     bank_tokens: int = 0
     bank_bytes: int = 0
     bank_entries: int = 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtplx.config import Settings
-from mtplx.metrics import PrefillMetrics
+from mtplx.metrics import PrefillMetrics, StreamMetrics
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -45,7 +45,7 @@ def test_the_settings_table_is_the_settings():
 
 
 def test_every_metric_is_explained():
-    for name in PrefillMetrics.__dataclass_fields__:
+    for name in (*PrefillMetrics.__dataclass_fields__, *StreamMetrics.__dataclass_fields__):
         assert f"`{name}`" in README
 
 

@@ -27,7 +27,10 @@ def _help(name: str) -> str:
 
 def flag(name: str) -> Any:
     """Return the typer option for one setting."""
-    return typer.Option(f"--{name.replace('_', '-')}", help=_help(name), show_default=False)
+    words = name.replace("_", "-")
+    switch = Settings.model_fields[name].annotation is bool
+    declared = f"--{words}/--no-{words}" if switch else f"--{words}"
+    return typer.Option(declared, help=_help(name), show_default=False)
 
 
 Model = Annotated[

@@ -29,6 +29,16 @@ def serve(
     dtype: Dtype = None,
     prefill_window: PrefillWindow = None,
     tail_grid: TailGrid = None,
+    enable_chunked_prefill: Annotated[bool | None, flag("enable_chunked_prefill")] = None,
+    max_num_batched_tokens: Annotated[int | None, flag("max_num_batched_tokens")] = None,
+    max_num_seqs: Annotated[int | None, flag("max_num_seqs")] = None,
+    max_num_partial_prefills: Annotated[
+        int | None, flag("max_num_partial_prefills")
+    ] = None,
+    long_prefill_token_threshold: Annotated[
+        int | None, flag("long_prefill_token_threshold")
+    ] = None,
+    target_itl_ms: Annotated[float | None, flag("target_itl_ms")] = None,
     max_kv_size: Annotated[int | None, flag("max_kv_size")] = None,
     kv_bytes: Annotated[int | None, flag("kv_bytes")] = None,
     max_tokens: Annotated[int | None, flag("max_tokens")] = None,
@@ -48,6 +58,12 @@ def serve(
         dtype=dtype,
         prefill_window=prefill_window,
         tail_grid=tail_grid,
+        enable_chunked_prefill=enable_chunked_prefill,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_num_partial_prefills=max_num_partial_prefills,
+        long_prefill_token_threshold=long_prefill_token_threshold,
+        target_itl_ms=target_itl_ms,
         max_kv_size=max_kv_size,
         kv_bytes=kv_bytes,
         max_tokens=max_tokens,
@@ -75,9 +91,7 @@ def serve(
                 progress=progress,
             ),
             SessionBank(settings.max_kv_size, max_bytes=settings.kv_bytes),
-            window=settings.prefill_window,
-            tail_grid=settings.tail_grid,
-            max_queue=settings.max_queue,
+            settings,
         )
         engine.start()
     info = engine.info

@@ -1,9 +1,8 @@
-"""The one thread that owns MLX.
+"""The one thread that owns MLX, as other threads see it.
 
-It loads the model, takes requests from any thread, runs them and sends their events
-out. Other threads only put commands into its inbox and read counters. Requests run one
-after another here; each iteration gives the running one a single step, a span or a
-token, so that a command waits for one step at most.
+It loads the model, takes commands from any thread through its inbox, and runs
+``core.py`` iteration by iteration; a command waits for one iteration at most. Other
+threads only put commands in and read counters.
 """
 
 from __future__ import annotations
@@ -11,24 +10,21 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import mlx.core as mx
 
-from mtplx.engine.running import EventSink, RunningRequest
-from mtplx.errors import EngineUnavailableError, GenerationError, QueueFullError
-from mtplx.generation.spans import DEFAULT_TAIL_GRID
+from mtplx.config import Settings
+from mtplx.engine.core import EngineCore
+from mtplx.engine.running import EventSink
+from mtplx.errors import EngineUnavailableError, QueueFullError
 from mtplx.models import Model
 from mtplx.session import SessionBank
 from mtplx.text.tokenizer import Tokenizer
-from mtplx.types import EngineStatus, Failed, Finished, GenerationRequest, ModelInfo
+from mtplx.types import EngineStatus, Failed, GenerationRequest, ModelInfo
 
 logger = logging.getLogger(__name__)
-
-RETRY_AFTER_S = 2.0
-"""What a client is told when the queue is full: about one short answer."""
 
 
 @dataclass(frozen=True)
@@ -53,32 +49,19 @@ class Engine:
     Args:
         load: Called on the engine thread; MLX ties work to the thread that made it.
         bank: Where prompt state is kept.
-        window: Longest prefill span in tokens; None lets the device decide.
-        tail_grid: Grid on which a prompt's tail is cut.
-        max_queue: Requests that may wait.
+        settings: The effective settings.
     """
 
     def __init__(
-        self,
-        load: Callable[[], Model],
-        bank: SessionBank,
-        *,
-        window: int | None = None,
-        tail_grid: int = DEFAULT_TAIL_GRID,
-        max_queue: int = 64,
+        self, load: Callable[[], Model], bank: SessionBank, settings: Settings
     ) -> None:
         self._load = load
         self._bank = bank
-        self._window = window
-        self._tail_grid = tail_grid
-        self._max_queue = max_queue
+        self._settings = settings
         self._inbox: queue.SimpleQueue[_Submit | _Cancel | _Stop] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._unstarted = 0
-        self._iterations = 0
+        self._unseen = 0
         self._alive = False
-        self._waiting: OrderedDict[str, _Submit] = OrderedDict()
-        self._running: RunningRequest | None = None
         self._ready: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="mtplx-engine", daemon=True)
 
@@ -89,7 +72,8 @@ class Engine:
 
         Raises:
             ModelLoadError: The model cannot be had.
-            ConfigError: The device or dtype cannot be used.
+            ConfigError: The device, the dtype or a combination of settings cannot be
+                used.
         """
         self._thread.start()
         error = self._ready.get()
@@ -114,40 +98,53 @@ class Engine:
             on_event: Called on the engine thread for each event; must not block.
 
         Raises:
-            QueueFullError: ``max_queue`` requests wait already.
+            QueueFullError: Too many requests wait already.
             EngineUnavailableError: The engine does not run.
+            InvalidRequestError: The prompt must be read whole and is too long for that.
         """
         with self._lock:
             if not self._alive:
                 raise EngineUnavailableError("The engine has stopped; restart the server.")
-            if self._unstarted >= self._max_queue:
+            scheduler = self._core.scheduler
+            scheduler.config.check_prompt(len(request.prompt.token_ids))
+            waiting = scheduler.waiting + self._unseen
+            if waiting >= scheduler.config.max_waiting(scheduler.running):
                 raise QueueFullError(
-                    f"{self._max_queue} requests are waiting already; try again later.",
-                    retry_after_s=RETRY_AFTER_S,
+                    f"{waiting} requests wait already; try again later.",
+                    retry_after_s=scheduler.retry_after_s(),
                 )
-            self._unstarted += 1
+            self._unseen += 1
             self._inbox.put(_Submit(request, on_event))
 
     def cancel(self, request_id: str) -> None:
-        """End a request at its next step. Unknown ids are ignored."""
+        """End a request after the current iteration. Unknown ids are ignored."""
         self._inbox.put(_Cancel(request_id))
 
     def status(self) -> EngineStatus:
         """Return the counters of this moment."""
+        if not self._alive:
+            return EngineStatus(alive=False)
+        core, bank = self._core, self._bank
         return EngineStatus(
-            alive=self._alive,
-            waiting=self._unstarted,
-            running=int(self._running is not None),
-            iterations=self._iterations,
-            bank_tokens=self._bank.tokens,
-            bank_bytes=self._bank.nbytes,
-            bank_entries=self._bank.entries,
-            bank_evictions=self._bank.evictions,
-            pinned=self._bank.pinned,
+            alive=True,
+            waiting=core.scheduler.waiting + self._unseen,
+            running=core.scheduler.running,
+            iterations=core.iterations,
+            batch_mode=core.decoder.mode,
+            batch_fallback_reason=core.decoder.fallback_reason,
+            chunked_prefill=core.chunking_problem is None,
+            chunked_prefill_reason=core.chunking_problem,
+            itl=core.gaps.summary(),
+            step_cost=asdict(core.scheduler.costs.cost),
+            bank_tokens=bank.tokens,
+            bank_bytes=bank.nbytes,
+            bank_entries=bank.entries,
+            bank_evictions=bank.evictions,
+            pinned=bank.pinned,
         )
 
     def stop(self) -> None:
-        """Cancel everything and end the thread; returns when it has ended."""
+        """End every request and the thread; returns when both are over."""
         self._inbox.put(_Stop())
         if self._thread.is_alive():
             self._thread.join()
@@ -156,9 +153,10 @@ class Engine:
 
     def _main(self) -> None:
         try:
-            self._model = self._load()
-            self._info = self._model.info
-            self._tokenizer = Tokenizer(self._model.tokenizer)
+            model = self._load()
+            self._info = model.info
+            self._tokenizer = Tokenizer(model.tokenizer)
+            self._core = EngineCore(model, self._tokenizer, self._bank, self._settings)
         except Exception as error:
             mx.clear_streams()
             self._ready.put(error)
@@ -167,7 +165,7 @@ class Engine:
         self._ready.put(None)
         try:
             while self._obey():
-                self._iterate()
+                self._core.iterate()
         except Exception:
             logger.exception("The engine stopped on an error of its own")
         finally:
@@ -176,83 +174,31 @@ class Engine:
     def _obey(self) -> bool:
         """Carry out the commands in the inbox; wait for one when there is no work."""
         while True:
-            idle = self._running is None and not self._waiting
             try:
-                command = self._inbox.get(block=idle)
+                command = self._inbox.get(block=self._core.idle)
             except queue.Empty:
                 return True
             match command:
-                case _Submit(request, _):
-                    self._waiting[request.request_id] = command
+                case _Submit(request, on_event):
+                    self._core.add(request, on_event)
+                    with self._lock:
+                        self._unseen -= 1
+                    del request, on_event
                 case _Cancel(request_id):
-                    self._cancel(request_id)
+                    self._core.cancel(request_id)
                 case _Stop():
                     return False
             # An idle engine holds on to no request that is over.
             del command
 
-    def _cancel(self, request_id: str) -> None:
-        if waiting := self._waiting.pop(request_id, None):
-            self._left_queue()
-            waiting.on_event(Finished("cancelled", 0, None))
-        elif self._running and self._running.request.request_id == request_id:
-            self._guard(self._running, self._running.cancel)
-
-    def _iterate(self) -> None:
-        """Give the running request one step; start the next one when there is none."""
-        if self._running is None:
-            if not self._waiting:
-                return
-            _, waiting = self._waiting.popitem(last=False)
-            self._left_queue()
-            self._running = self._begin(waiting)
-        if self._running is not None:
-            self._iterations += 1
-            self._guard(self._running, self._running.step)
-
-    def _begin(self, waiting: _Submit) -> RunningRequest | None:
-        try:
-            return RunningRequest(
-                waiting.request,
-                waiting.on_event,
-                self._model,
-                self._tokenizer,
-                self._bank,
-                window=self._window or self._model.prefill_window,
-                tail_grid=self._tail_grid,
-            )
-        except Exception as error:
-            logger.exception("Request %s could not start", waiting.request.request_id)
-            waiting.on_event(Failed(GenerationError(f"The request cannot start: {error}")))
-            return None
-
-    def _guard(self, running: RunningRequest, act: Callable[[], None]) -> None:
-        """Let ``running`` act; its error ends it and nobody else."""
-        try:
-            act()
-        except Exception as error:
-            running.fail(error)
-        if running.ended:
-            self._running = None
-
-    def _left_queue(self) -> None:
-        with self._lock:
-            self._unstarted -= 1
-
     def _shut_down(self) -> None:
         with self._lock:
             self._alive = False
         gone = EngineUnavailableError("The engine has stopped; restart the server.")
-        if self._running is not None:
-            self._running.fail(gone)
-            self._running = None
+        self._core.shut_down(gone)
         while not self._inbox.empty():
             if isinstance(command := self._inbox.get(), _Submit):
-                self._waiting[command.request.request_id] = command
-        while self._waiting:
-            _, waiting = self._waiting.popitem(last=False)
-            self._left_queue()
-            waiting.on_event(Failed(gone))
+                command.on_event(Failed(gone))
         # MLX runs this thread's work on a thread of its own, which must not outlive it:
         # it would abort the process at its exit.
         mx.clear_streams()

@@ -1,8 +1,8 @@
 """One request on the engine thread: its prefill, its tokens, its text, its end.
 
-It knows how to take its next step and what to tell its client; when it may
-take a step is the engine's business. Its last event is ``Finished`` or ``Failed``,
-sent exactly once.
+It knows what to tell its client and what to keep of its work; when it may compute is
+the scheduler's business, and ``core.py`` does the computing. Its last event is
+``Finished`` or ``Failed``, sent exactly once.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ import logging
 import time
 from collections.abc import Callable
 
-from mtplx.engine.sampling import Sampler
+import mlx.core as mx
+
+from mtplx.engine.sampling import NOT_A_NUMBER, Sampler
 from mtplx.errors import GenerationError, MtplxError
 from mtplx.generation import PromptPrefill
+from mtplx.metrics import StreamMetrics
 from mtplx.models import Model
+from mtplx.scheduler.itl import ItlRecorder
+from mtplx.scheduler.step import Stall
 from mtplx.session import SessionBank
 from mtplx.text.tokenizer import Tokenizer
 from mtplx.types import Event, Failed, Finished, FinishReason, GenerationRequest, TextDelta
@@ -25,14 +30,18 @@ EventSink = Callable[[Event], None]
 
 
 class RunningRequest:
-    """A request that has started.
+    """A request that has started; restoring its prefix is the first thing it does.
 
     Args:
         request: What to do.
         on_event: Called on the engine thread; must not block.
-        model, tokenizer, bank: The engine's.
+        model, tokenizer: The engine's.
+        bank: The engine's; None keeps nothing.
         window: Longest prefill span in tokens.
         tail_grid: Grid on which the tail is cut.
+
+    Attributes:
+        prefill: The prompt on its way, then the cache that decodes.
     """
 
     def __init__(
@@ -41,21 +50,24 @@ class RunningRequest:
         on_event: EventSink,
         model: Model,
         tokenizer: Tokenizer,
-        bank: SessionBank,
+        bank: SessionBank | None,
         *,
         window: int,
         tail_grid: int,
     ) -> None:
         self.request = request
         self._on_event = on_event
-        self._model = model
-        self._end_tokens = frozenset() if request.ignore_eos else tokenizer.eos_token_ids
         prompt = request.prompt
-        self._room = model.context_length - len(prompt.token_ids)
+        self._end_tokens = frozenset() if request.ignore_eos else tokenizer.eos_token_ids
+        room = model.context_length - len(prompt.token_ids)
+        self._most_tokens = min(request.max_new_tokens, room)
         self._sampler = Sampler(request.sampling, prompt.token_ids)
         self._text = tokenizer.text_stream(prompt.token_ids, request.stop)
         self._generated: list[int] = []
-        self._prefill = PromptPrefill(
+        self._gaps = ItlRecorder(recent=256)
+        self._last_token_s: float | None = None
+        self._reason: FinishReason | None = None
+        self.prefill = PromptPrefill(
             model,
             prompt,
             bank,
@@ -63,60 +75,92 @@ class RunningRequest:
             window=window,
             tail_grid=tail_grid,
         )
-        self.ended = False
 
-    def step(self) -> None:
-        """Run one span, or one token."""
-        if not self._prefill.complete:
-            self._prefill.run_span()
-            if not self._prefill.complete:
-                return
-            self._emit_next()
-            # The next turn may arrive while this one still decodes.
-            self._prefill.store(self.request.prompt.token_ids)
-        else:
-            last = self._generated[-1]
-            self._model.decode(self._prefill.cache, 0, token_ids=(last,))
-            self._emit_next()
+    @property
+    def last_token(self) -> int:
+        """The token that the next decode reads."""
+        return self._generated[-1]
 
-    def _emit_next(self) -> None:
-        """Choose a token, tell the client, and end where it is time to."""
-        logits = self._prefill.cache.logits
+    @property
+    def done(self) -> bool:
+        """True once its last token is known."""
+        return self._reason is not None
+
+    def draw(self) -> mx.array:
+        """Return the next token, not evaluated yet."""
+        logits = self.prefill.cache.logits
         assert logits is not None
-        token = self._sampler.sample(logits, self._generated)
-        if not self._generated:
-            self._prefill.clock.first_token_s = time.perf_counter()
+        return self._sampler.draw(logits, self._generated)
+
+    def accept(self, token: int, target_s: float | None) -> float | None:
+        """Take a drawn token and tell the client.
+
+        Args:
+            token: As ``draw`` gave it.
+            target_s: Longest gap between tokens that was aimed at.
+
+        Returns:
+            Seconds since the token before; None for the first one.
+
+        Raises:
+            GenerationError: The model gave logits that are not numbers.
+        """
+        if token == NOT_A_NUMBER:
+            raise GenerationError(
+                "The model produced logits that are not numbers. "
+                "Try another dtype, float32 say, or another copy of the model."
+            )
+        now_s = time.perf_counter()
+        gap_s = None if self._last_token_s is None else now_s - self._last_token_s
+        if gap_s is None:
+            self.prefill.clock.first_token_s = now_s
+        else:
+            self._gaps.record(gap_s, target_s)
+        self._last_token_s = now_s
         self._generated.append(token)
         is_end = token in self._end_tokens
-        full = len(self._generated) >= min(self.request.max_new_tokens, self._room)
         text = "" if is_end else self._text.push(token)
-        done = is_end or full or self._text.stopped
-        if done:
+        full = len(self._generated) >= self._most_tokens
+        if is_end or full or self._text.stopped:
             # A stop string may show only now, if it waited for a longer one.
             text += self._text.finish()
+            self._reason = "stop" if is_end or self._text.stopped else "length"
         self._on_event(TextDelta(text, (token,)))
-        if done:
-            reason: FinishReason = "stop" if is_end or self._text.stopped else "length"
-            self._end(Finished(reason, len(self._generated), self._prefill.metrics()))
+        return gap_s
 
-    def cancel(self) -> None:
-        """End now; what was computed stays in the bank."""
-        self._end(Finished("cancelled", len(self._generated), self._prefill.metrics()))
+    def finish(self, stall: Stall) -> None:
+        """Tell the client that its answer is complete."""
+        assert self._reason is not None
+        self._send_end(self._reason, stall)
+
+    def cancel(self, stall: Stall) -> None:
+        """Tell the client, if it is still there, that its request was given up."""
+        self._send_end("cancelled", stall)
 
     def fail(self, error: Exception) -> None:
-        """End with an error. The cache may be broken, so nothing more is stored."""
-        if self.ended:
-            return
+        """Tell the client what went wrong."""
         if not isinstance(error, MtplxError):
             logger.error("Request %s failed", self.request.request_id, exc_info=error)
             error = GenerationError(f"The model failed on this request: {error}")
-        self.ended = True
-        self._prefill.release()
         self._on_event(Failed(error))
 
-    def _end(self, event: Finished) -> None:
-        self.ended = True
-        self._on_event(event)
-        # After the client has its end: storing may take a while.
-        self._prefill.store((*self.request.prompt.token_ids, *self._generated))
-        self._prefill.release()
+    def keep(self) -> None:
+        """Give the bank all of it: prompt and answer, as far as they were read."""
+        self.prefill.store((*self.request.prompt.token_ids, *self._generated))
+
+    def _send_end(self, reason: FinishReason, stall: Stall) -> None:
+        metrics = self.prefill.metrics()
+        stream = None if metrics is None else self._stream_metrics(stall)
+        self._on_event(Finished(reason, len(self._generated), metrics, stream))
+
+    def _stream_metrics(self, stall: Stall) -> StreamMetrics:
+        gaps = self._gaps.summary()
+        return StreamMetrics(
+            itl_target_s=gaps.target_s,
+            itl_p50_s=gaps.p50_s,
+            itl_p99_s=gaps.p99_s,
+            itl_worst_s=gaps.worst_s,
+            itl_misses=gaps.misses,
+            stall_suffered_s=stall.suffered_s,
+            stall_caused_s=stall.caused_s,
+        )

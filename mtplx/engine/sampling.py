@@ -20,12 +20,14 @@ from mlx_lm.sample_utils import (
     make_repetition_penalty,
 )
 
-from mtplx.errors import GenerationError
 from mtplx.types import SamplingParams
 
 WHOLE_CONTEXT = 1 << 30
 """mlx-lm's penalties look at the last 20 tokens unless told otherwise; OpenAI's look
 at all of them."""
+
+NOT_A_NUMBER = -1
+"""Drawn in place of a token when the model gave logits that are not numbers."""
 
 
 class Sampler:
@@ -43,15 +45,15 @@ class Sampler:
         self._key = mx.random.key(seed % 2**64)
         self._filters = _filters(params)
 
-    def sample(self, logits: mx.array, generated: Sequence[int]) -> int:
-        """Return the next token.
+    def draw(self, logits: mx.array, generated: Sequence[int]) -> mx.array:
+        """Return the next token, not evaluated yet, so that rows are computed together.
 
         Args:
             logits: ``[vocab]``.
             generated: Tokens of the answer so far.
 
-        Raises:
-            GenerationError: The model gave logits that are not numbers.
+        Returns:
+            ``[1]`` int32; ``NOT_A_NUMBER`` where the logits are broken.
         """
         scores = self._penalised(logits[None].astype(mx.float32), generated)
         if self._params.temperature == 0:
@@ -61,16 +63,9 @@ class Sampler:
             scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
             for apply in self._filters:
                 scores = apply(scores)
-            self._key, draw = mx.random.split(self._key)
-            token = mx.random.categorical(scores, key=draw)
-        broken = mx.isnan(logits).any()
-        mx.eval(token, broken)
-        if bool(broken.item()):
-            raise GenerationError(
-                "The model produced logits that are not numbers. "
-                "Try another dtype, float32 say, or another copy of the model."
-            )
-        return int(token)
+            self._key, key = mx.random.split(self._key)
+            token = mx.random.categorical(scores, key=key)
+        return mx.where(mx.isnan(logits).any(), NOT_A_NUMBER, token.astype(mx.int32))
 
     def _penalised(self, scores: mx.array, generated: Sequence[int]) -> mx.array:
         params = self._params

@@ -16,6 +16,7 @@ from mtplx.server.responses import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatDelta,
+    report,
     usage,
 )
 from mtplx.server.service import Service
@@ -71,7 +72,7 @@ class ChatShapes:
             ],
             "usage": usage(finished.metrics, finished.completion_tokens),
             "system_fingerprint": self._fingerprint,
-            "mtplx": finished.metrics.as_dict(),
+            "mtplx": report(finished),
         }
         return answer
 
@@ -93,7 +94,7 @@ class ChatShapes:
         if self._include_usage:
             chunks.append(self._chunk([]))
             chunks[-1]["usage"] = usage(finished.metrics, finished.completion_tokens)
-        chunks[-1]["mtplx"] = finished.metrics.as_dict()
+        chunks[-1]["mtplx"] = report(finished)
         return list(chunks)
 
     def _chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:

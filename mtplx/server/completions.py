@@ -15,6 +15,7 @@ from mtplx.server.responses import (
     FinishReasonOnWire,
     TextChoice,
     TextCompletion,
+    report,
     usage,
 )
 from mtplx.server.service import Service
@@ -57,7 +58,7 @@ class TextShapes:
         assert finished.metrics is not None
         answer = self._object([_choice(text, finished.reason)])
         answer["usage"] = usage(finished.metrics, finished.completion_tokens)
-        answer["mtplx"] = finished.metrics.as_dict()
+        answer["mtplx"] = report(finished)
         return answer
 
     def opening(self) -> list[Mapping[str, Any]]:
@@ -76,7 +77,7 @@ class TextShapes:
         if self._include_usage:
             chunks.append(self._chunk([]))
             chunks[-1]["usage"] = usage(finished.metrics, finished.completion_tokens)
-        chunks[-1]["mtplx"] = finished.metrics.as_dict()
+        chunks[-1]["mtplx"] = report(finished)
         return list(chunks)
 
     def _chunk(self, choices: list[TextChoice]) -> TextCompletion:

@@ -38,6 +38,7 @@ TABLE: dict[type[errors.MtplxError], Row] = {
     errors.ModelNotFoundError: Row(404, _BAD_REQUEST, "model_not_found"),
     errors.QueueFullError: Row(429, "rate_limit_error", "queue_full"),
     errors.EngineUnavailableError: Row(503, _SERVER, "engine_unavailable"),
+    errors.DeadlineExceededError: Row(408, "timeout_error", "deadline_exceeded"),
     errors.GenerationError: Row(500, _SERVER, "generation_failed"),
 }
 

@@ -39,6 +39,8 @@ _INT64 = 2**63
 _RESERVED_TEMPLATE_KWARGS = frozenset(
     {"self", "messages", "conversation", "tools", "documents", "chat_template", "tokenize"}
     | {"add_generation_prompt", "continue_final_message", "return_dict", "return_tensors"}
+    | {"return_assistant_tokens_mask", "sanitize_control_tokens", "tokenizer_kwargs"}
+    | {"padding", "truncation", "max_length"}
 )
 
 
@@ -158,6 +160,9 @@ class GenerationBody(_Object):
         BeforeValidator(_stop, json_schema_input_type=str | list[str]),
     ] = Field([], description="Strings that end the answer.")
     max_tokens: int | None = Field(None, ge=1, description="Longest answer, in tokens.")
+    deadline_s: float | None = Field(
+        None, gt=0, description="Give up this many seconds after the request arrived."
+    )
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NotRequired
 from typing_extensions import TypedDict
 
 from mtplx.metrics import PrefillMetrics
+from mtplx.types import Finished
 
 # Python's and some clients' splitlines break a line here; JSON strings may escape it.
 _LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
@@ -171,6 +172,12 @@ def usage(metrics: PrefillMetrics, completion_tokens: int) -> Usage:
         },
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
+
+
+def report(finished: Finished) -> dict[str, Any]:
+    """Return the `mtplx` object of a finished request."""
+    stream = {} if finished.stream is None else finished.stream.as_dict()
+    return ({} if finished.metrics is None else finished.metrics.as_dict()) | stream
 
 
 def dump(value: Any) -> bytes:

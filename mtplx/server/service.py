@@ -90,6 +90,9 @@ class Service:
                 arrival_s=record.arrival_s,
                 sampling=body.sampling(),
                 stop=tuple(body.stop),
+                deadline_s=(
+                    None if body.deadline_s is None else record.arrival_s + body.deadline_s
+                ),
             ),
             request.receive,
             record,

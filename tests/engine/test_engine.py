@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-import time
-from dataclasses import dataclass, field
 
-import mlx.core as mx
-import mlx.nn as nn
 import pytest
 
+from mtplx.config import Settings
 from mtplx.engine import Engine
 from mtplx.errors import (
     EngineUnavailableError,
@@ -18,132 +14,23 @@ from mtplx.errors import (
     ModelLoadError,
     QueueFullError,
 )
-from mtplx.generation import restore_or_prefill_prompt_state
-from mtplx.models import Model
 from mtplx.session import SessionBank
 from mtplx.text.tokenizer import Tokenizer
-from mtplx.types import (
-    Failed,
-    Finished,
-    GenerationRequest,
-    Prompt,
-    SamplingParams,
-    TextDelta,
+from mtplx.types import Failed, Finished, SamplingParams
+from tests.engine.harness import (
+    PROMPT,
+    TIMEOUT_S,
+    Client,
+    greedy_reference,
+    request,
+    run,
+    touchy,
 )
 from tests.tiny_models import chat_model
 
-GREEDY = SamplingParams(temperature=0)
-TIMEOUT_S = 60
-
-
-@dataclass
-class Client:
-    """Collects one request's events."""
-
-    events: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-
-    def __call__(self, event):
-        self.events.put(event)
-
-    def next(self):
-        event = self.events.get(timeout=TIMEOUT_S)
-        if isinstance(event, TextDelta):
-            self.tokens += event.token_ids
-            self.text += event.text
-        return event
-
-    def end(self):
-        """Read up to the terminal event, which must be the last one."""
-        while isinstance(event := self.next(), TextDelta):
-            pass
-        assert self.events.empty()
-        return event
-
-
-class TouchyNetwork(nn.Module):
-    """A network that a test can hold up, and that fails on a token of its choice."""
-
-    def __init__(self, network, *, raises_on=None, nan_on=None):
-        super().__init__()
-        self.network = network
-        self.gate = threading.Event()
-        self.gate.set()
-        self.entered = queue.SimpleQueue()
-        self._raises_on = raises_on
-        self._nan_on = nan_on
-
-    def __call__(self, inputs, cache=None):
-        tokens = inputs.tolist()[0]
-        if cache is not None:
-            self.entered.put(len(tokens))
-            assert self.gate.wait(TIMEOUT_S)
-        if self._raises_on in tokens:
-            raise RuntimeError("no room for this tensor")
-        logits = self.network(inputs, cache=cache)
-        return logits * mx.nan if self._nan_on in tokens else logits
-
-    @property
-    def layers(self):
-        return self.network.layers
-
-
-@pytest.fixture
-def start():
-    """Start engines, and see to it that they end and leave nothing behind."""
-    engines = []
-
-    def start_engine(model=None, bank=None, **settings):
-        bank = bank or SessionBank()
-        engine = Engine(lambda: model or chat_model(), bank, **settings)
-        engine.start()
-        engines.append((engine, bank))
-        return engine
-
-    yield start_engine
-    for engine, bank in engines:
-        engine.stop()
-        status = engine.status()
-        assert (status.waiting, status.running, status.pinned) == (0, 0, 0)
-        bank.check()
-
-
-def touchy(**arguments):
-    plain = chat_model()
-    network = TouchyNetwork(plain.network, **arguments)
-    return network, Model(network, plain.config, plain.tokenizer)
-
-
-def request(prompt, *, request_id="a", tokens=12, sampling=GREEDY, ignore_eos=True, **more):
-    return GenerationRequest(
-        request_id=request_id,
-        prompt=Prompt(tuple(prompt)),
-        max_new_tokens=tokens,
-        arrival_s=time.perf_counter(),
-        sampling=sampling,
-        ignore_eos=ignore_eos,
-        **more,
-    )
-
-
-def run(engine, *arguments, **more):
-    client = Client()
-    engine.submit(request(*arguments, **more), client)
-    return client, client.end()
-
-
-PROMPT = [(7 * i) % 250 + 5 for i in range(60)]
-
-
-def greedy_reference(prompt, tokens):
-    model = chat_model()
-    state = restore_or_prefill_prompt_state(token_ids=prompt, model=model)
-    return mx.argmax(model.decode(state.cache, tokens), axis=-1).tolist()
-
 
 def test_greedy_tokens_are_those_of_the_plain_loop(start):
-    client, end = run(start(window=16), PROMPT)
+    client, end = run(start(prefill_window=16), PROMPT)
     assert client.tokens == greedy_reference(PROMPT, 12)
     assert client.text == Tokenizer(chat_model().tokenizer).decode(client.tokens)
     assert (end.reason, end.completion_tokens) == ("length", 12)
@@ -237,11 +124,11 @@ def test_cancelled_while_it_decodes(start):
 
 def test_cancelled_between_two_spans_it_resumes_there(start):
     network, model = touchy()
-    engine = start(model, window=16)
+    engine = start(model, prefill_window=16, max_num_seqs=1)
     client = Client()
-    network.gate.clear()
+    network.hold_up()
     engine.submit(request(PROMPT), client)
-    assert network.entered.get(timeout=TIMEOUT_S) == 16
+    assert network.entered.get(timeout=TIMEOUT_S) == (1, 16)
     engine.cancel("a")
     network.gate.set()
     assert client.end() == Finished("cancelled", 0, None)
@@ -253,7 +140,7 @@ def test_cancelled_between_two_spans_it_resumes_there(start):
 def test_cancelled_while_it_waits(start):
     network, model = touchy()
     engine = start(model)
-    network.gate.clear()
+    network.hold_up()
     running, waiting = Client(), Client()
     engine.submit(request(PROMPT, request_id="running"), running)
     engine.submit(request(PROMPT, request_id="waiting"), waiting)
@@ -266,8 +153,8 @@ def test_cancelled_while_it_waits(start):
 
 def test_a_full_queue_refuses(start):
     network, model = touchy()
-    engine = start(model, max_queue=1)
-    network.gate.clear()
+    engine = start(model, max_queue=1, max_num_seqs=1)
+    network.hold_up()
     clients = [Client(), Client()]
     engine.submit(request(PROMPT, request_id="0"), clients[0])
     network.entered.get(timeout=TIMEOUT_S)
@@ -302,7 +189,7 @@ def test_logits_that_are_not_numbers_are_an_error_and_not_a_token(start):
 def test_stopping_ends_every_request(start):
     network, model = touchy()
     engine = start(model)
-    network.gate.clear()
+    network.hold_up()
     clients = [Client(), Client()]
     for name, client in zip("ab", clients, strict=True):
         engine.submit(request(PROMPT, request_id=name), client)
@@ -325,11 +212,11 @@ def test_a_model_that_cannot_be_loaded_is_the_callers_error():
         raise ModelLoadError("There is no such model.")
 
     with pytest.raises(ModelLoadError, match="no such model"):
-        Engine(load, SessionBank()).start()
+        Engine(load, SessionBank(), Settings()).start()
 
 
 def test_many_dropped_requests_leave_nothing(start):
-    engine = start(window=16)
+    engine = start(prefill_window=16)
     for number in range(50):
         client = Client()
         prompt = [(token + number) % 250 + 5 for token in PROMPT]

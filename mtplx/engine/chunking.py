@@ -1,0 +1,38 @@
+"""Whether a model can be read in spans, found out by trying.
+
+Some networks look at the whole prompt at once, or get a cache wrong in the middle of a
+window. What they compute in two parts then differs from what they compute in one, and
+neither spans nor reuse are exact. Runs on the engine thread, once for each model.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mtplx.models import Model
+
+_TRIAL = (3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26)
+_TOLERANCE = {"float32": 1e-3}
+_HALF_TOLERANCE = 0.05
+"""Of the largest logit; a wrong mask, position or cache is far above either."""
+
+
+def chunking_problem(model: Model) -> str | None:
+    """Return why ``model`` cannot be read in spans; None if it can."""
+    tokens = [token % model.vocab_size for token in _TRIAL]
+    try:
+        whole, parts = model.new_cache(), model.new_cache()
+        model.decode(whole, 0, token_ids=tokens)
+        model.prefill(parts, tokens[:5])
+        model.prefill(parts, tokens[5:6])
+        model.decode(parts, 0, token_ids=tokens[6:])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    assert whole.logits is not None
+    assert parts.logits is not None
+    reference = whole.logits.astype(mx.float32)
+    difference = mx.abs(parts.logits.astype(mx.float32) - reference).max()
+    relative = float(difference / mx.abs(reference).max())
+    if relative <= _TOLERANCE.get(model.dtype, _HALF_TOLERANCE):  # False for NaN.
+        return None
+    return f"in two parts its logits are off by {relative:.2g} of the largest"

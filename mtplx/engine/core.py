@@ -1,0 +1,383 @@
+"""Runs what the scheduler decides, one iteration at a time.
+
+Here scheduler, model and bank meet: start what may start (and restore its prefix),
+decode every stream in one forward, send the tokens, compute the spans, report what it
+took. What may wait comes last in an iteration: keeping state. Everything runs on the
+engine thread; ``engine.py`` is what other threads see.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from mtplx.config import Settings
+from mtplx.engine.chunking import chunking_problem
+from mtplx.engine.running import EventSink, RunningRequest
+from mtplx.errors import DeadlineExceededError, GenerationError, MtplxError
+from mtplx.models import Model
+from mtplx.models.batch import BatchDecoder, SharedSpan
+from mtplx.scheduler.config import SchedulerConfig
+from mtplx.scheduler.itl import ItlRecorder
+from mtplx.scheduler.scheduler import Scheduler
+from mtplx.scheduler.step import Outcome, PrefillSpan, Stall, Step, StepResult
+from mtplx.session import SessionBank
+from mtplx.text.tokenizer import Tokenizer
+from mtplx.types import Failed, Finished, GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """The requests of one model, from the queue to their end.
+
+    Args:
+        model: Loaded on this thread.
+        tokenizer: The model's.
+        bank: Where prompt state is kept.
+        settings: The effective settings.
+
+    Attributes:
+        scheduler: Decides; it owns the state of every request.
+        decoder: Runs a decode of several streams.
+        gaps: Gaps between tokens, over all streams.
+        chunking_problem: Why prompts are not read in spans; None where they are.
+        iterations: Iterations that computed something.
+    """
+
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer, bank: SessionBank, settings: Settings
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._window = settings.prefill_window or model.prefill_window
+        self._tail_grid = settings.tail_grid
+        problem = _chunking_problem(model)
+        # Resuming from kept state is reading in two parts.
+        self._bank = bank if problem is None else None
+        if problem is None and not settings.enable_chunked_prefill:
+            problem = "switched off by enable_chunked_prefill"
+        self.chunking_problem = problem
+        self.decoder = BatchDecoder(model)
+        self.scheduler = Scheduler(
+            scheduler_config(
+                settings,
+                self._window,
+                chunked=problem is None,
+                shared=self.decoder.takes_spans,
+            )
+        )
+        self.gaps = ItlRecorder()
+        self.iterations = 0
+        self._queued: dict[str, tuple[GenerationRequest, EventSink]] = {}
+        self._running: dict[str, RunningRequest] = {}
+        self._gap_target_s: float | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits and nothing runs."""
+        return not self._queued and not self._running
+
+    def add(self, request: GenerationRequest, on_event: EventSink) -> None:
+        """Queue a request; what is wrong with it becomes its only event."""
+        tokens = request.prompt.token_ids
+        try:
+            self.scheduler.add(
+                request.request_id,
+                prompt_tokens=len(tokens),
+                cached_tokens=self._restorable(tokens),
+                deadline_s=request.deadline_s,
+            )
+        except MtplxError as error:
+            on_event(Failed(error))
+        else:
+            self._queued[request.request_id] = (request, on_event)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request in whatever state it is; unknown ids are ignored."""
+        ended = self.scheduler.end(request_id, Outcome.CANCELLED)
+        if ended is None:
+            return
+        if queued := self._queued.pop(request_id, None):
+            queued[1](Finished("cancelled", 0, None))
+            return
+        running = self._running.pop(request_id)
+        running.cancel(ended.stall)
+        _settle(running)
+
+    def iterate(self) -> None:
+        """Compute one step, if there is anything to compute."""
+        self._expire()
+        self._start_requests()
+        begin_s = time.perf_counter()
+        step = self.scheduler.schedule()
+        over: list[RunningRequest] = []
+        result = self._run(step, over)
+        self.scheduler.apply(step, result)
+        if step.is_empty:
+            return
+        logger.debug(
+            "step: %d decodes, spans %s (%s), target %s s, expected %.3f s, took %.3f s",
+            len(step.decoding),
+            [(span.start, span.end) for span in step.spans],
+            step.why,
+            step.target_s,
+            step.predicted_s,
+            time.perf_counter() - begin_s,
+        )
+        self.iterations += 1
+        self._gap_target_s = step.target_s
+        # From here on nobody waits for an event of this step.
+        for running in over:
+            if running.done:
+                _settle(running)
+        for span in step.spans:
+            if kept := self._running.get(span.request_id):
+                _keep(kept.prefill.keep_progress)
+
+    def shut_down(self, error: MtplxError) -> None:
+        """End every request with ``error``."""
+        for request_id in [*self._queued, *self._running]:
+            self.scheduler.end(request_id, Outcome.FAILED)
+        for _, on_event in self._queued.values():
+            on_event(Failed(error))
+        for running in self._running.values():
+            running.fail(error)
+            running.prefill.release()
+        self._queued.clear()
+        self._running.clear()
+
+    # -- one iteration ----------------------------------------------------------
+
+    def _expire(self) -> None:
+        for ended in self.scheduler.expire(time.perf_counter()):
+            error = DeadlineExceededError(
+                "The request was not complete at its deadline. Allow more time, or send "
+                "it again: what was read of its prompt is kept."
+            )
+            if queued := self._queued.pop(ended.request_id, None):
+                queued[1](Failed(error))
+            else:
+                running = self._running.pop(ended.request_id)
+                running.fail(error)
+                _settle(running)
+
+    def _start_requests(self) -> None:
+        """Start what the scheduler lets start; restoring its prefix comes with it."""
+        while (request_id := self.scheduler.next_to_start()) is not None:
+            request, on_event = self._queued[request_id]
+            restorable = self._restorable(request.prompt.token_ids)
+            if restorable != self.scheduler.expected_cached(request_id):
+                # The bank has changed since the request came; that may change the order.
+                self.scheduler.expect_cached(request_id, restorable)
+                continue
+            del self._queued[request_id]
+            try:
+                running = RunningRequest(
+                    request,
+                    on_event,
+                    self._model,
+                    self._tokenizer,
+                    self._bank,
+                    window=self._window,
+                    tail_grid=self._tail_grid,
+                )
+            except Exception as error:
+                logger.exception("Request %s could not start", request_id)
+                self.scheduler.end(request_id, Outcome.FAILED)
+                on_event(Failed(GenerationError(f"The request cannot start: {error}")))
+                continue
+            self._running[request_id] = running
+            prefill = running.prefill
+            self.scheduler.start(request_id, prefill.cache.offset, prefill.plan.edges)
+
+    def _run(self, step: Step, over: list[RunningRequest]) -> StepResult:
+        """Decode, send, then compute the spans.
+
+        Args:
+            step: What to do.
+            over: Gets the requests whose end was told to their clients.
+        """
+        failed: set[str] = set()
+        finished: set[str] = set()
+        spans = list(step.spans)
+        span_s: dict[str, float] = {}
+        seconds: list[float | None] = []
+        begin_s = time.perf_counter()
+        if step.decoding:
+            shared = spans.pop(0) if spans and spans[0].shared else None
+            self._decode(step.decoding, shared, failed)
+            self._finish(step.decoding, finished, over, span_s)
+            if shared is not None:
+                seconds.append(None if shared.request_id in failed else 0.0)
+                so_far_s = time.perf_counter() - begin_s
+                span_s[shared.request_id] = self.scheduler.shared_span_s(step, so_far_s)
+                self._finish([shared.request_id], finished, over, span_s)
+        decode_s = time.perf_counter() - begin_s
+        for span in spans:
+            if span.request_id in failed:
+                seconds.append(None)
+                continue
+            begin_s = time.perf_counter()
+            self._run_span(span, failed)
+            took_s = time.perf_counter() - begin_s
+            seconds.append(None if span.request_id in failed else took_s)
+            if step.decoding:
+                span_s[span.request_id] = span_s.get(span.request_id, 0.0) + took_s
+            if span.is_tail:
+                self._finish([span.request_id], finished, over, span_s)
+        return StepResult(
+            decode_s=decode_s if step.decoding else None,
+            span_s=tuple(seconds),
+            finished=frozenset(finished),
+            failed=frozenset(failed),
+        )
+
+    def _decode(
+        self, request_ids: Sequence[str], shared: PrefillSpan | None, failed: set[str]
+    ) -> None:
+        """Decode every stream, and compute a span in the same forward if given."""
+        streams = [self._running[request_id] for request_id in request_ids]
+        rows = [*request_ids]
+        span = None
+        if shared is not None:
+            rows.append(shared.request_id)
+            prefill = self._running[shared.request_id].prefill
+            tokens = prefill.prompt.token_ids[shared.start : shared.end]
+            span = SharedSpan(prefill.cache, tokens, shared.is_tail)
+        begin_s = time.perf_counter()
+        try:
+            failures = self.decoder.decode(
+                [stream.prefill.cache for stream in streams],
+                [stream.last_token for stream in streams],
+                span,
+            )
+        except Exception as error:  # a bug; the requests that are not in this step go on
+            failures = dict.fromkeys(range(len(rows)), error)
+        took_s = time.perf_counter() - begin_s
+        for index, problem in failures.items():
+            self._fail(rows[index], problem, failed)
+        if shared is not None:
+            if shared.request_id not in failed:
+                prefill.computed(shared.tokens, took_s)
+            if not shared.is_tail:
+                rows.pop()
+        self._choose_tokens([r for r in rows if r not in failed], failed)
+
+    def _run_span(self, span: PrefillSpan, failed: set[str]) -> None:
+        try:
+            self._running[span.request_id].prefill.run(span.end)
+        except Exception as error:
+            self._fail(span.request_id, error, failed)
+        else:
+            if span.is_tail:
+                self._choose_tokens([span.request_id], failed)
+
+    def _choose_tokens(self, request_ids: Sequence[str], failed: set[str]) -> None:
+        """Choose a token for each request, compute them together, send them one by one."""
+        drawn: dict[str, mx.array] = {}
+        for request_id in request_ids:
+            try:
+                drawn[request_id] = self._running[request_id].draw()
+            except Exception as error:
+                self._fail(request_id, error, failed)
+        mx.eval(list(drawn.values()))
+        for request_id, token in drawn.items():
+            try:
+                running = self._running[request_id]
+                gap_s = running.accept(int(token), self._gap_target_s)
+            except Exception as error:
+                self._fail(request_id, error, failed)
+            else:
+                if gap_s is not None:
+                    self.gaps.record(gap_s, self._gap_target_s)
+
+    def _finish(
+        self,
+        request_ids: Sequence[str],
+        finished: set[str],
+        over: list[RunningRequest],
+        span_s: dict[str, float],
+    ) -> None:
+        """Send the end of those that have their last token, at once."""
+        for request_id in request_ids:
+            running = self._running.get(request_id)
+            if running is None or not running.done:
+                continue
+            stall = self.scheduler.stall(request_id)
+            caused_s = stall.caused_s + span_s.get(request_id, 0.0)
+            running.finish(Stall(stall.suffered_s, caused_s))
+            finished.add(request_id)
+            over.append(self._running.pop(request_id))
+
+    def _fail(self, request_id: str, error: Exception, failed: set[str]) -> None:
+        """End one request with an error. Its cache may be broken: nothing is kept of it
+        but what the bank has already."""
+        running = self._running.pop(request_id)
+        running.prefill.release()
+        running.fail(error)
+        failed.add(request_id)
+
+    def _restorable(self, token_ids: Sequence[int]) -> int:
+        if self._bank is None:
+            return 0
+        return self._bank.match(self._model.state_key, token_ids).length
+
+
+def _settle(running: RunningRequest) -> None:
+    """Keep what a request computed, and let go of what it borrowed."""
+    _keep(running.keep)
+    running.prefill.release()
+
+
+def _keep(store: Callable[[], None]) -> None:
+    """Give the bank something; if that fails, the state is lost and nothing else."""
+    try:
+        store()
+    except Exception:
+        logger.exception("State could not be kept")
+
+
+def scheduler_config(
+    settings: Settings, window: int, *, chunked: bool, shared: bool
+) -> SchedulerConfig:
+    """Return the scheduler's settings for a prefill window in tokens.
+
+    Args:
+        settings: What the user wants.
+        window: Longest span in tokens.
+        chunked: Prompts can be, and are to be, read in spans.
+        shared: A span can share the forward of a decode.
+
+    Raises:
+        ConfigError: The settings contradict each other.
+    """
+    target_ms = settings.target_itl_ms
+    least = settings.max_num_seqs + SchedulerConfig.min_prefill_tokens
+    return SchedulerConfig(
+        max_num_batched_tokens=settings.max_num_batched_tokens or max(window, least),
+        max_num_seqs=settings.max_num_seqs,
+        max_num_partial_prefills=settings.max_num_partial_prefills,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        enable_chunked_prefill=chunked,
+        spans_share_decodes=shared and chunked,
+        prefill_window=window,
+        target_itl_s=None if target_ms is None else target_ms / 1000,
+        max_queue=settings.max_queue,
+    )
+
+
+def _chunking_problem(model: Model) -> str | None:
+    problem = chunking_problem(model)
+    if problem is not None:
+        logger.warning(
+            "%s cannot be read in spans (%s). Every prompt is read whole, streams wait "
+            "for it, no state is reused, and prompts above max_num_batched_tokens are "
+            "refused.",
+            model.name,
+            problem,
+        )
+    return problem

@@ -1,0 +1,30 @@
+"""Engines that end with their test."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtplx.config import Settings
+from mtplx.engine import Engine
+from mtplx.session import SessionBank
+from tests.tiny_models import chat_model
+
+
+@pytest.fixture
+def start():
+    """Start engines, and see to it that they end and leave nothing behind."""
+    engines = []
+
+    def start_engine(model=None, **settings):
+        bank = SessionBank()
+        engine = Engine(lambda: model or chat_model(), bank, Settings(**settings))
+        engine.start()
+        engines.append((engine, bank))
+        return engine
+
+    yield start_engine
+    for engine, bank in engines:
+        engine.stop()
+        status = engine.status()
+        assert (status.waiting, status.running, status.pinned) == (0, 0, 0)
+        bank.check()
