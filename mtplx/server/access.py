@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtplx.errors import MtplxError
-from mtplx.metrics import PrefillMetrics
+from mtplx.metrics import PrefillMetrics, StreamMetrics
 from mtplx.server.errors import BUG, STOPPING, error_body, row_of
 from mtplx.server.responses import dump
 
@@ -40,6 +40,7 @@ class RequestRecord:
         status: HTTP status sent, or 499 when the client went away before it.
         outcome: How the generation ended; None for other routes.
         metrics: Of the prefill, when it was complete.
+        stream: Of the gaps between tokens, when the prefill was complete.
         completion_tokens: Tokens of the answer.
     """
 
@@ -48,6 +49,7 @@ class RequestRecord:
     status: int | None = None
     outcome: str | None = None
     metrics: PrefillMetrics | None = None
+    stream: StreamMetrics | None = None
     completion_tokens: int = 0
 
     @classmethod
@@ -70,6 +72,12 @@ class RequestRecord:
             ]
             if metrics.ttft_s is not None:
                 words.append(f"ttft={metrics.ttft_s:.3f}s")
+        if (stream := self.stream) is not None and stream.itl_p99_s is not None:
+            words.append(f"itl_p99={stream.itl_p99_s:.3f}s")
+            if stream.itl_misses and stream.itl_target_s is not None:
+                words.append(
+                    f"itl_target={stream.itl_target_s:.3f}s missed={stream.itl_misses}"
+                )
         words.append(f"total={time.perf_counter() - self.arrival_s:.3f}s")
         return " ".join(words)
 

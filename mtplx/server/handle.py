@@ -123,6 +123,7 @@ class Generation:
             raise event.error
         self._record.outcome = event.reason
         self._record.metrics = event.metrics
+        self._record.stream = event.stream
         self._record.completion_tokens = event.completion_tokens
         if event.reason != "cancelled":
             return event
