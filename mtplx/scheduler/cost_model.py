@@ -1,10 +1,13 @@
 """How long a step takes: a small model fitted from the steps that were measured.
 
-Seconds of a decode are linear in rows and cached tokens, seconds of a span in its tokens
-and in tokens times their depth (attention reads what is cached). Both are fitted by least
-squares on the relative error, in which older measurements fade, with coefficients that
-cannot be negative: predictions then never shrink as work grows. The fit is recursive: it
-keeps sums, no history, and costs microseconds.
+Seconds of a decode are linear in rows and cached tokens, and in the tokens of a span that
+shares its forward; seconds of a span of its own in its tokens and in tokens times their
+depth (attention reads what is cached). Both are fitted by least squares on the relative
+error, in which older measurements fade, with coefficients that cannot be negative:
+predictions then never shrink as work grows. A shared forward is fitted as the one
+measurement it is; taking an expected decode off it would call spans free whenever the
+machine has become faster. The fit is recursive: it keeps sums, no history, and costs
+microseconds.
 
 Pure; a ``CostModel`` belongs to its ``Scheduler``.
 """
@@ -28,6 +31,9 @@ GROWTH = 2
 """How far beyond the longest measured span a prediction is trusted. From spans of one
 length nobody can tell a cost per span from a cost per token."""
 
+_FIRST_SPAN = 16
+"""Longest span, in tokens, before any was measured."""
+
 _PRIOR_WEIGHT = 0.1  # Of one measurement: enough to start from, soon outvoted.
 _TRUSTED_AFTER = 8  # Measurements until an odd one is taken for an outlier.
 _OUTLIER = 3.0  # One measurement counts as at most this many times the prediction.
@@ -48,8 +54,8 @@ class StepCost:
         span_s: For each span.
         span_token_s: For each token of a span.
         span_depth_s: For each pair of a span's token and one before it.
-        shared_s, shared_token_s, shared_depth_s: The same three for a span that shares
-            the forward of a decode: what it adds to it.
+        shared_token_s, shared_depth_s: The same two for a span that shares the forward
+            of a decode: what it adds to it.
     """
 
     iteration_s: float = 0.0
@@ -59,7 +65,6 @@ class StepCost:
     span_s: float = 0.0
     span_token_s: float = 0.0
     span_depth_s: float = 0.0
-    shared_s: float = 0.0
     shared_token_s: float = 0.0
     shared_depth_s: float = 0.0
 
@@ -79,9 +84,7 @@ class StepCost:
         """
         pairs = _pairs(start, tokens)
         if shared:
-            return (
-                self.shared_s + tokens * self.shared_token_s + pairs * self.shared_depth_s
-            )
+            return tokens * self.shared_token_s + pairs * self.shared_depth_s
         return self.span_s + tokens * self.span_token_s + pairs * self.span_depth_s
 
     def dumps(self) -> str:
@@ -114,7 +117,6 @@ PRIOR = StepCost(
     decode_row_s=0.01,
     span_s=0.06,
     span_token_s=0.0045,
-    shared_s=0.01,
     shared_token_s=0.0045,
 )
 """Before the first measurement: a 135M model on two CPU cores. On a faster machine the
@@ -125,34 +127,51 @@ class CostModel:
     """Learns the cost of steps, and how far to trust it."""
 
     def __init__(self, prior: StepCost = PRIOR) -> None:
-        decode = (prior.decode_s, prior.decode_row_s, prior.decode_depth_s)
+        decode = (
+            prior.decode_s,
+            prior.decode_row_s,
+            prior.decode_depth_s,
+            prior.shared_token_s,
+            prior.shared_depth_s,
+        )
         span = (prior.span_s, prior.span_token_s, prior.span_depth_s)
-        shared = (prior.shared_s, prior.shared_token_s, prior.shared_depth_s)
-        self._decode = _NonNegativeFit(decode, typical=(1, 4, 4096))
+        self._decode = _NonNegativeFit(decode, typical=(1, 4, 4096, 32, 32 * 1024))
         self._span = _NonNegativeFit(span, typical=(1, 64, 64 * 1024))
-        self._shared = _NonNegativeFit(shared, typical=(1, 64, 64 * 1024))
         self._ratios: deque[float] = deque(maxlen=256)
-        self._longest_span_tokens = 0
+        self._longest_tokens = {False: 0, True: 0}
         self.cost = prior
 
-    def observe_decode(self, rows: int, depth_tokens: int, seconds: float) -> None:
-        """Learn from one decode."""
-        self._decode.observe((1, rows, depth_tokens), seconds)
+    def observe_decode(
+        self,
+        rows: int,
+        depth_tokens: int,
+        seconds: float,
+        *,
+        shared: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Learn from one decode.
+
+        Args:
+            rows: Streams.
+            depth_tokens: Tokens in their caches, together.
+            seconds: Of the forward, and what goes with it.
+            shared: Start and length of the span in the same forward, if there was one.
+        """
+        start, tokens = shared
+        features = (1, rows, depth_tokens, tokens, _pairs(start, tokens))
+        self._decode.observe(features, seconds)
+        self._longest_tokens[True] = max(self._longest_tokens[True], tokens)
         self._refresh()
 
-    def observe_span(
-        self, start: int, tokens: int, seconds: float, *, shared: bool = False
-    ) -> None:
-        """Learn from one span; ``shared`` as for ``StepCost.of_span``."""
-        fit = self._shared if shared else self._span
-        fit.observe((1, tokens, _pairs(start, tokens)), seconds)
-        self._longest_span_tokens = max(self._longest_span_tokens, tokens)
+    def observe_span(self, start: int, tokens: int, seconds: float) -> None:
+        """Learn from one span that had a forward of its own."""
+        self._span.observe((1, tokens, _pairs(start, tokens)), seconds)
+        self._longest_tokens[False] = max(self._longest_tokens[False], tokens)
         self._refresh()
 
     def observe_step(self, predicted_s: float, measured_s: float) -> None:
         """Learn how far a whole step was from its prediction."""
-        spans = max(self._span.observed, self._shared.observed)
-        if min(self._decode.observed, spans) > _TRUSTED_AFTER:
+        if self._decode.observed > _TRUSTED_AFTER:
             self._ratios.append(measured_s / predicted_s)
 
     @property
@@ -167,15 +186,25 @@ class CostModel:
         self, seconds: float, start: int, limit: int, *, shared: bool = False
     ) -> int:
         """Return the most tokens, up to ``limit``, of a span that takes ``seconds``."""
-        limit = min(limit, max(1, GROWTH * self._longest_span_tokens))
+        limit = min(limit, max(_FIRST_SPAN, GROWTH * self._longest_tokens[shared]))
         lengths = range(1, limit + 1)
         return bisect_right(
             lengths, seconds, key=lambda n: self.cost.of_span(start, n, shared=shared)
         )
 
     def _refresh(self) -> None:
-        fits = (self._decode, self._span, self._shared)
-        self.cost = StepCost(0.0, *(c for fit in fits for c in fit.coefficients))
+        once_s, row_s, depth_s, shared_token_s, shared_depth_s = self._decode.coefficients
+        span_s, token_s, span_depth_s = self._span.coefficients
+        self.cost = StepCost(
+            decode_s=once_s,
+            decode_row_s=row_s,
+            decode_depth_s=depth_s,
+            span_s=span_s,
+            span_token_s=token_s,
+            span_depth_s=span_depth_s,
+            shared_token_s=shared_token_s,
+            shared_depth_s=shared_depth_s,
+        )
 
 
 class _NonNegativeFit:

@@ -179,11 +179,15 @@ class Scheduler:
         self._in_flight = None
         shared_s = 0.0
         if result.decode_s is not None:
-            if step.spans and step.spans[0].shared:
-                shared_s = self.shared_span_s(step, result.decode_s)
+            span = step.spans[0] if step.spans and step.spans[0].shared else None
+            if span is None:
+                shared = (0, 0)
             else:
-                rows = len(step.decoding)
-                self.costs.observe_decode(rows, step.decode_depth_tokens, result.decode_s)
+                shared = (span.start, span.tokens)
+                shared_s = self.shared_span_s(step, result.decode_s)
+            self.costs.observe_decode(
+                len(step.decoding), step.decode_depth_tokens, result.decode_s, shared=shared
+            )
             for request_id in step.decoding:
                 if request_id in self._decoding and request_id not in result.failed:
                     self._decoding[request_id].decoded_tokens += 1
@@ -269,11 +273,12 @@ class Scheduler:
     def shared_span_s(self, step: Step, decode_s: float) -> float:
         """Return what a span added to the forward of a decode, in seconds.
 
-        Only their sum is measured: it is what goes beyond the decode's expected time.
+        Only their sum is measured; it is divided as the model expects it to be.
         """
-        alone_s = self.costs.cost.of_decode(len(step.decoding), step.decode_depth_tokens)
-        # Noise may leave next to nothing, which would say that spans cost nothing.
-        return max(decode_s - alone_s, 0.1 * alone_s)
+        span = step.spans[0]
+        span_s = self.costs.cost.of_span(span.start, span.tokens, shared=True)
+        rows_s = self.costs.cost.of_decode(len(step.decoding), step.decode_depth_tokens)
+        return decode_s * span_s / (span_s + rows_s) if span_s else 0.0
 
     def _apply_spans(self, step: Step, result: StepResult, shared_s: float) -> None:
         streams = [self._decoding[r] for r in step.decoding if r in self._decoding]
@@ -282,7 +287,8 @@ class Scheduler:
                 continue
             if span.shared:
                 seconds = shared_s
-            self.costs.observe_span(span.start, span.tokens, seconds, shared=span.shared)
+            else:
+                self.costs.observe_span(span.start, span.tokens, seconds)
             self._served_tokens += span.tokens
             for stream in streams:
                 stream.suffered_s += seconds
