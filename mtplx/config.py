@@ -56,7 +56,7 @@ class Settings(BaseModel):
         None,
         ge=1,
         description="Most tokens one iteration computes, decodes and prefill together "
-        "(default: the prefill window).",
+        "(default: the prefill window; without chunked prefill the context).",
     )
     max_num_seqs: int = Field(32, ge=1, description="Most requests that run at once.")
     max_num_partial_prefills: int = Field(

@@ -53,9 +53,11 @@ class EngineCore:
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._window = settings.prefill_window or model.prefill_window
-        self._tail_grid = settings.tail_grid
+        window = settings.prefill_window or model.prefill_window
         problem = _chunking_problem(model)
+        # What must be read whole is one span, whatever its length.
+        self._window = window if problem is None else model.context_length
+        self._tail_grid = settings.tail_grid if problem is None else model.context_length
         # Resuming from kept state is reading in two parts.
         self._bank = bank if problem is None else None
         if problem is None and not settings.enable_chunked_prefill:
@@ -65,7 +67,8 @@ class EngineCore:
         self.scheduler = Scheduler(
             scheduler_config(
                 settings,
-                self._window,
+                window,
+                model.context_length,
                 chunked=problem is None,
                 shared=self.decoder.takes_spans,
             )
@@ -210,12 +213,16 @@ class EngineCore:
         if step.decoding:
             shared = spans.pop(0) if spans and spans[0].shared else None
             self._decode(step.decoding, shared, failed)
-            self._finish(step.decoding, finished, over, span_s)
+            added_s = 0.0
+            if shared is not None:
+                so_far_s = time.perf_counter() - begin_s
+                added_s = self.scheduler.shared_span_s(step, so_far_s)
+                span_s[shared.request_id] = added_s
+            self._finish(step.decoding, finished, over, Stall(suffered_s=added_s))
             if shared is not None:
                 seconds.append(None if shared.request_id in failed else 0.0)
-                so_far_s = time.perf_counter() - begin_s
-                span_s[shared.request_id] = self.scheduler.shared_span_s(step, so_far_s)
-                self._finish([shared.request_id], finished, over, span_s)
+                own = Stall(caused_s=added_s)
+                self._finish([shared.request_id], finished, over, own)
         decode_s = time.perf_counter() - begin_s
         for span in spans:
             if span.request_id in failed:
@@ -228,7 +235,8 @@ class EngineCore:
             if step.decoding:
                 span_s[span.request_id] = span_s.get(span.request_id, 0.0) + took_s
             if span.is_tail:
-                self._finish([span.request_id], finished, over, span_s)
+                own = Stall(caused_s=span_s.get(span.request_id, 0.0))
+                self._finish([span.request_id], finished, over, own)
         return StepResult(
             decode_s=decode_s if step.decoding else None,
             span_s=tuple(seconds),
@@ -262,7 +270,10 @@ class EngineCore:
             self._fail(rows[index], problem, failed)
         if shared is not None:
             if shared.request_id not in failed:
-                prefill.computed(shared.tokens, took_s)
+                try:
+                    prefill.computed(shared.tokens, took_s)
+                except Exception as error:  # it may take a snapshot
+                    self._fail(shared.request_id, error, failed)
             if not shared.is_tail:
                 rows.pop()
         self._choose_tokens([r for r in rows if r not in failed], failed)
@@ -284,7 +295,10 @@ class EngineCore:
                 drawn[request_id] = self._running[request_id].draw()
             except Exception as error:
                 self._fail(request_id, error, failed)
-        mx.eval(list(drawn.values()))
+        try:
+            mx.eval(list(drawn.values()))
+        except Exception:
+            logger.exception("Tokens could not be chosen together; they are chosen alone")
         for request_id, token in drawn.items():
             try:
                 running = self._running[request_id]
@@ -300,16 +314,26 @@ class EngineCore:
         request_ids: Sequence[str],
         finished: set[str],
         over: list[RunningRequest],
-        span_s: dict[str, float],
+        this_step: Stall,
     ) -> None:
-        """Send the end of those that have their last token, at once."""
+        """Send the end of those that have their last token, at once.
+
+        Args:
+            request_ids: Those that got a token.
+            finished, over: Get those that are done.
+            this_step: What the scheduler does not know of yet.
+        """
         for request_id in request_ids:
             running = self._running.get(request_id)
             if running is None or not running.done:
                 continue
             stall = self.scheduler.stall(request_id)
-            caused_s = stall.caused_s + span_s.get(request_id, 0.0)
-            running.finish(Stall(stall.suffered_s, caused_s))
+            running.finish(
+                Stall(
+                    stall.suffered_s + this_step.suffered_s,
+                    stall.caused_s + this_step.caused_s,
+                )
+            )
             finished.add(request_id)
             over.append(self._running.pop(request_id))
 
@@ -342,13 +366,14 @@ def _keep(store: Callable[[], None]) -> None:
 
 
 def scheduler_config(
-    settings: Settings, window: int, *, chunked: bool, shared: bool
+    settings: Settings, window: int, context_length: int, *, chunked: bool, shared: bool
 ) -> SchedulerConfig:
-    """Return the scheduler's settings for a prefill window in tokens.
+    """Return the scheduler's settings.
 
     Args:
         settings: What the user wants.
         window: Longest span in tokens.
+        context_length: Of the model, in tokens.
         chunked: Prompts can be, and are to be, read in spans.
         shared: A span can share the forward of a decode.
 
@@ -356,9 +381,12 @@ def scheduler_config(
         ConfigError: The settings contradict each other.
     """
     target_ms = settings.target_itl_ms
-    least = settings.max_num_seqs + SchedulerConfig.min_prefill_tokens
+    if chunked:
+        budget = max(window, settings.max_num_seqs + SchedulerConfig.min_prefill_tokens)
+    else:
+        budget = context_length + settings.max_num_seqs
     return SchedulerConfig(
-        max_num_batched_tokens=settings.max_num_batched_tokens or max(window, least),
+        max_num_batched_tokens=settings.max_num_batched_tokens or budget,
         max_num_seqs=settings.max_num_seqs,
         max_num_partial_prefills=settings.max_num_partial_prefills,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import mlx.core as mx
@@ -103,7 +104,8 @@ class PromptPrefill:
         self.plan = plan_prefill(
             prompt,
             restored_tokens=self.cache.offset,
-            any_prefix=model.state_key.any_prefix,
+            # Without a bank nothing is kept, so no edge is worth a forward.
+            any_prefix=model.state_key.any_prefix or bank is None,
             window=window,
             tail_grid=tail_grid,
         )
@@ -153,26 +155,30 @@ class PromptPrefill:
         That is after every window of tokens, or where a snapshot was taken. A prompt
         that fails or is cancelled resumes there.
         """
-        if self.model.state_key.any_prefix:
-            worth_it = self.cache.offset - self._kept_tokens >= self.plan.window
-        else:
-            worth_it = self.cache.offset in self._snapshots
-        if worth_it or self.complete:
+        any_prefix = self.model.state_key.any_prefix
+        # A step may have gone on beyond the last snapshot.
+        end = self.cache.offset if any_prefix else max(self._snapshots, default=0)
+        least = self.plan.window if any_prefix else 1
+        if self.complete:
             self.store(self.prompt.token_ids)
+        elif end - self._kept_tokens >= least:
+            self.store(self.prompt.token_ids[:end])
 
     def store(self, token_ids: Sequence[int]) -> None:
         """Give the bank the state of everything computed so far.
 
         Args:
             token_ids: The tokens in the cache: the prompt, or the part of it that was
-                computed, and what was generated after it.
+                computed, and what was generated after it. Fewer than are in the cache
+                only where a snapshot was taken, or none is needed.
         """
         if self.bank is None or not self.cache.offset:
             return
         tokens = token_ids[: self.cache.offset]
         key = self.model.state_key
-        if not key.any_prefix and self.cache.offset not in self._snapshots:
-            self._snapshots[self.cache.offset] = take_snapshot(self.cache)
+        if not key.any_prefix and len(tokens) not in self._snapshots:
+            assert len(tokens) == self.cache.offset
+            self._snapshots[len(tokens)] = take_snapshot(self.cache)
         self.bank.store(
             key,
             tokens,
@@ -180,7 +186,7 @@ class PromptPrefill:
             self._snapshots,
         )
         self._snapshots = {}
-        self._kept_tokens = self.cache.offset
+        self._kept_tokens = len(tokens)
 
     def release(self) -> None:
         """Let go of the bank's state. The cache stays as it is."""

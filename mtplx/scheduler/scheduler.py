@@ -179,15 +179,7 @@ class Scheduler:
         self._in_flight = None
         shared_s = 0.0
         if result.decode_s is not None:
-            span = step.spans[0] if step.spans and step.spans[0].shared else None
-            if span is None:
-                shared = (0, 0)
-            else:
-                shared = (span.start, span.tokens)
-                shared_s = self.shared_span_s(step, result.decode_s)
-            self.costs.observe_decode(
-                len(step.decoding), step.decode_depth_tokens, result.decode_s, shared=shared
-            )
+            shared_s = self._learn_decode(step, result, result.decode_s)
             for request_id in step.decoding:
                 if request_id in self._decoding and request_id not in result.failed:
                     self._decoding[request_id].decoded_tokens += 1
@@ -269,6 +261,20 @@ class Scheduler:
         assert len(self._prefilling) <= self.config.max_num_partial_prefills
         dated = [r for r in self._requests.values() if r.deadline_s is not None]
         assert {d[2] for d in self._deadlines} == {r.request_id for r in dated}
+
+    def _learn_decode(self, step: Step, result: StepResult, decode_s: float) -> float:
+        """Learn what a decode took; return the seconds that a span added to it."""
+        rows, depth_tokens = len(step.decoding), step.decode_depth_tokens
+        if not step.spans or not step.spans[0].shared:
+            self.costs.observe_decode(rows, depth_tokens, decode_s)
+            return 0.0
+        if not result.span_s or result.span_s[0] is None:
+            return 0.0  # Nobody knows what part of it failed.
+        span = step.spans[0]
+        added_s = self.shared_span_s(step, decode_s)
+        shared = (span.start, span.tokens)
+        self.costs.observe_decode(rows, depth_tokens, decode_s, shared=shared)
+        return added_s
 
     def shared_span_s(self, step: Step, decode_s: float) -> float:
         """Return what a span added to the forward of a decode, in seconds.

@@ -6,17 +6,29 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from mtplx.scheduler.config import SchedulerConfig
+from mtplx.scheduler.cost_model import StepCost
 from mtplx.scheduler.scheduler import Scheduler
 from mtplx.scheduler.step import Ended, Step, StepResult
 
 
 class EngineFake:
-    """Drives a scheduler; ``cuts`` holds the edges and atomic ranges of each prompt."""
+    """Drives a scheduler; ``cuts`` holds the edges and atomic ranges of each prompt.
 
-    def __init__(self, decode_s: float = 0.01, token_s: float = 0.001, **settings) -> None:
+    A decode takes ``decode_s`` and a span ``token_s`` for each token, unless ``cost``
+    says what both take.
+    """
+
+    def __init__(
+        self,
+        decode_s: float = 0.01,
+        token_s: float = 0.001,
+        cost: StepCost | None = None,
+        **settings,
+    ) -> None:
         self.scheduler = Scheduler(SchedulerConfig(**settings))
-        self.decode_s = decode_s
-        self.token_s = token_s
+        self.cost = cost or StepCost(
+            decode_s=decode_s, span_token_s=token_s, shared_token_s=token_s
+        )
         self.cuts = {}
         self.cached = defaultdict(int)
         self.prompt_tokens = {}
@@ -53,20 +65,23 @@ class EngineFake:
         self.steps.append(step)
         stopped = set(failed)
         seconds: list[float | None] = []
+        decode_s = self.cost.of_decode(len(step.decoding), step.decode_depth_tokens)
         for number, span in enumerate(step.spans):
-            if number in undone_spans:
+            if number in undone_spans or (span.shared and decode_fails):
                 stopped.add(span.request_id)
             if span.request_id in stopped:
                 seconds.append(None)
             else:
-                seconds.append(self.token_s * span.tokens)
+                took_s = self.cost.of_span(span.start, span.tokens, shared=span.shared)
+                decode_s += took_s if span.shared else 0.0
+                seconds.append(0.0 if span.shared else took_s)
                 self.computed[span.request_id].extend(range(span.start, span.end))
         decodes = step.decoding and not decode_fails
         if decodes:
             for request_id in step.decoding:
                 self.decoded[request_id] += 1
         result = StepResult(
-            decode_s=self.decode_s if decodes else None,
+            decode_s=decode_s if decodes else None,
             span_s=tuple(seconds),
             finished=frozenset(finished),
             failed=frozenset(failed),

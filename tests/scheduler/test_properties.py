@@ -25,6 +25,7 @@ def configs(draw):
         "long_prefill_token_threshold": threshold,
         "prefill_window": draw(st.integers(1, 64)),
         "enable_chunked_prefill": draw(st.sampled_from([True, True, True, False])),
+        "spans_share_decodes": draw(st.booleans()),
         "target_itl_s": draw(st.sampled_from([None, None, 0.005, 0.05])),
         "relative_itl_target": draw(st.sampled_from([None, 1.5, 3.0])),
         "max_queue": draw(st.integers(1, 6)),
@@ -109,6 +110,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
 
     def check_spans(self, step):
+        shared = [number for number, span in enumerate(step.spans) if span.shared]
+        sharing = self.config.spans_share_decodes and step.decoding and step.spans
+        assert shared == ([0] if sharing else [])
         for span in step.spans:
             edges, atomic = self.engine.cuts[span.request_id]
             if self.config.enable_chunked_prefill:
