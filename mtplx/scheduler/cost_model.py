@@ -38,6 +38,10 @@ _PRIOR_WEIGHT = 0.1  # Of one measurement: enough to start from, soon outvoted.
 _TRUSTED_AFTER = 8  # Measurements until an odd one is taken for an outlier.
 _OUTLIER = 3.0  # One measurement counts as at most this many times the prediction.
 _CHANGED_AFTER = 4  # Outliers in a row: the machine changed, and the past is no guide.
+_SPEED_SHARE = 0.15
+"""How much of a step's error is taken for a change of the machine's speed (its clock,
+its neighbours), which moves all costs at once and faster than the fit can follow."""
+
 _FIRST_MARGIN = 1.1
 _MOST_MARGIN = 1.3  # Noise beyond it comes in spikes, which shorter spans do not avoid.
 
@@ -137,7 +141,8 @@ class CostModel:
         span = (prior.span_s, prior.span_token_s, prior.span_depth_s)
         self._decode = _NonNegativeFit(decode, typical=(1, 4, 4096, 32, 32 * 1024))
         self._span = _NonNegativeFit(span, typical=(1, 64, 64 * 1024))
-        self._ratios: deque[float] = deque(maxlen=256)
+        self._ratios: deque[float] = deque(maxlen=128)
+        self._speed = 1.0
         self._longest_tokens = {False: 0, True: 0}
         self.cost = prior
 
@@ -169,10 +174,20 @@ class CostModel:
         self._longest_tokens[False] = max(self._longest_tokens[False], tokens)
         self._refresh()
 
-    def observe_step(self, predicted_s: float, measured_s: float) -> None:
-        """Learn how far a whole step was from its prediction."""
-        if self._decode.observed > _TRUSTED_AFTER:
-            self._ratios.append(measured_s / predicted_s)
+    def observe_step(self, predicted_s: float, measured_s: float, *, spans: bool) -> None:
+        """Learn how far a step with streams was from its prediction.
+
+        Args:
+            predicted_s: As the step was planned.
+            measured_s: What it took.
+            spans: It had prefill spans; only these are planned with a margin.
+        """
+        ratio = measured_s / predicted_s
+        usual = min(max(ratio, 1 / _OUTLIER), _OUTLIER)
+        self._speed = min(max(self._speed * usual**_SPEED_SHARE, 0.25), 4.0)
+        self._refresh()
+        if spans and self._decode.observed > _TRUSTED_AFTER:
+            self._ratios.append(ratio)
 
     @property
     def margin(self) -> float:
@@ -195,15 +210,16 @@ class CostModel:
     def _refresh(self) -> None:
         once_s, row_s, depth_s, shared_token_s, shared_depth_s = self._decode.coefficients
         span_s, token_s, span_depth_s = self._span.coefficients
+        speed = self._speed
         self.cost = StepCost(
-            decode_s=once_s,
-            decode_row_s=row_s,
-            decode_depth_s=depth_s,
-            span_s=span_s,
-            span_token_s=token_s,
-            span_depth_s=span_depth_s,
-            shared_token_s=shared_token_s,
-            shared_depth_s=shared_depth_s,
+            decode_s=speed * once_s,
+            decode_row_s=speed * row_s,
+            decode_depth_s=speed * depth_s,
+            span_s=speed * span_s,
+            span_token_s=speed * token_s,
+            span_depth_s=speed * span_depth_s,
+            shared_token_s=speed * shared_token_s,
+            shared_depth_s=speed * shared_depth_s,
         )
 
 

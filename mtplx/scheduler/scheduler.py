@@ -185,10 +185,9 @@ class Scheduler:
                     self._decoding[request_id].decoded_tokens += 1
         self._apply_spans(step, result, shared_s)
         seconds = [result.decode_s, *result.span_s]
-        if step.decoding and step.spans and None not in seconds:
+        if step.decoding and None not in seconds and len(result.span_s) == len(step.spans):
             measured_s = math.fsum(s for s in seconds if s is not None)
-            if len(result.span_s) == len(step.spans):
-                self.costs.observe_step(step.predicted_s, measured_s)
+            self.costs.observe_step(step.predicted_s, measured_s, spans=bool(step.spans))
         outcomes = dict.fromkeys(result.finished, Outcome.FINISHED)
         outcomes |= dict.fromkeys(result.failed, Outcome.FAILED)
         ended = [self.end(request_id, outcome) for request_id, outcome in outcomes.items()]

@@ -78,10 +78,10 @@ def test_margin_covers_the_noise_and_only_that():
     teach(model, CPU)
     rng = random.Random(1)
     for _ in range(300):
-        model.observe_step(1.0, 1 + rng.uniform(-0.2, 0.2))
+        model.observe_step(1.0, 1 + rng.uniform(-0.2, 0.2), spans=True)
     assert 1.15 < model.margin <= 1.2
     for _ in range(300):
-        model.observe_step(1.0, 0.5)
+        model.observe_step(1.0, 0.5, spans=True)
     assert model.margin == 1.0
 
 
@@ -119,3 +119,19 @@ def test_a_file_that_is_no_cost_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ConfigError, match="cost model"):
         read_step_cost(path)
+
+
+def test_a_machine_that_slows_down_is_followed_within_a_few_steps():
+    """Its clock and its neighbours move all costs at once; the fit alone would take fifty
+    measurements to believe it."""
+    model = CostModel()
+    teach(model, CPU)
+    slower = 1.5
+    for _ in range(12):
+        predicted_s = model.cost.of_decode(3, 900)
+        measured_s = slower * CPU.of_decode(3, 900)
+        model.observe_decode(3, 900, measured_s)
+        model.observe_step(predicted_s, measured_s, spans=False)
+    assert model.cost.of_decode(3, 900) == pytest.approx(measured_s, rel=0.1)
+    # Spans were not measured meanwhile, and are slower all the same.
+    assert model.cost.of_span(500, 64) > 1.1 * CPU.of_span(500, 64)
