@@ -20,8 +20,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, RotatingKVCache
 
 from mtplx.errors import GenerationError
-from mtplx.models.attention import attention_modules
 from mtplx.models.cache import CacheKind, PromptCache
+from mtplx.models.cpu import Hooks
 from mtplx.models.model import Model
 from mtplx.models.packed import (
     PackedLayers,
@@ -89,7 +89,7 @@ class BatchDecoder:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._modules = attention_modules(model.network)
+        self._hooks = Hooks(model.network)
         self._mixers = mixers(model.network)
         self._norm = final_norm(model.network)
         self.mode: BatchMode = "rows"
@@ -203,7 +203,7 @@ class BatchDecoder:
         try:
             split = self._mixers if mode == "mixer" else ()
             with (
-                one_call_per_row(self._modules, split),
+                one_call_per_row(self._hooks, split),
                 self._spare_output_layer(count, span),
             ):
                 logits = self._model.network(mx.array(rows), cache=packed.layers)

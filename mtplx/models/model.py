@@ -21,8 +21,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mtplx.backend import compute_description, resolve_device
-from mtplx.models.attention import attend, attention_modules, attention_replaced
 from mtplx.models.cache import CacheKind, PromptCache, cache_kind
+from mtplx.models.cpu import Hooks, attend, swiglu
 from mtplx.models.fingerprint import fingerprint
 from mtplx.models.load import load_network
 from mtplx.models.precision import Precision
@@ -71,7 +71,7 @@ class Model:
         self.dtype = dtype
         self.backend = backend
         self.created = int(time.time())
-        self._hooks = attention_modules(network) if device == "cpu" else []
+        self._hooks = Hooks(network)
 
     @classmethod
     def load(
@@ -209,7 +209,9 @@ class Model:
         cache.pending = None
 
     def _forward(self, cache: PromptCache, token_ids: Sequence[int]) -> mx.array:
-        with attention_replaced(self._hooks, attend):
+        if self.device != "cpu":
+            return self.network(mx.array([token_ids]), cache=cache.layers)
+        with self._hooks.attention(attend), self._hooks.swiglu(swiglu):
             return self.network(mx.array([token_ids]), cache=cache.layers)
 
 

@@ -25,14 +25,13 @@ import inspect
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from types import ModuleType
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from mtplx.models.attention import attend, attention_replaced
+from mtplx.models.cpu import Hooks, attend, swiglu
 
 
 class PerRequest:
@@ -249,17 +248,15 @@ def only_rows(norm: nn.Module, kept: slice | list[slice]) -> Iterator[None]:
 
 
 @contextmanager
-def one_call_per_row(
-    modules: Sequence[ModuleType], split: Sequence[nn.Module] = ()
-) -> Iterator[None]:
+def one_call_per_row(hooks: Hooks, split: Sequence[nn.Module] = ()) -> Iterator[None]:
     """Make handles work inside the block.
 
     Args:
-        modules: Where attention is hooked.
+        hooks: Of the network.
         split: Mixers that are called once per row instead.
     """
     kinds = [type(mixer) for mixer in split]
-    with attention_replaced(modules, _attention):
+    with hooks.attention(_attention), hooks.swiglu(swiglu):
         try:
             for mixer, kind in zip(split, kinds, strict=True):
                 mixer.__class__ = _by_row(cast(Hashable, kind))

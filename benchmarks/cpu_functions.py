@@ -1,8 +1,8 @@
-"""Attention on the CPU: ours against MLX's, as a ratio in one run.
+"""Attention and swiglu on the CPU: ours against MLX's, as a ratio in one run.
 
-    python benchmarks/cpu_attention.py
+    python benchmarks/cpu_functions.py
 
-Shapes are those of SmolLM2-135M: 9 heads, 3 for keys and values, of 64.
+Shapes are those of SmolLM2-135M: 9 heads, 3 for keys and values, of 64; a gate of 1536.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import mtplx  # first: it makes MLX bind to a fast BLAS
 
 # isort: split
 import mlx.core as mx
+from mlx_lm.models import activations
 
-from mtplx.models.attention import attend
+from mtplx.models.cpu import attend, swiglu
 
 CASES = ((1, 300), (1, 2000), (24, 450), (24, 900), (512, 0), (512, 512), (512, 4000))
 REPEATS = 15
@@ -52,6 +53,15 @@ def main() -> None:
         theirs_s, ours_s = seconds(library), seconds(ours)
         print(
             f"{length:7d} {depth:6d} {theirs_s * 1e3:10.2f} {ours_s * 1e3:10.2f} "
+            f"{theirs_s / ours_s:6.2f}x"
+        )
+    for length in (1, 24, 512):
+        gate, x = (mx.random.normal((1, length, 1536)) for _ in range(2))
+        mx.eval(gate, x)
+        theirs_s = seconds(lambda g=gate, x=x: activations.swiglu(g, x))
+        ours_s = seconds(lambda g=gate, x=x: swiglu(g, x))
+        print(
+            f"{length:7d} swiglu {theirs_s * 1e3:10.2f} {ours_s * 1e3:10.2f} "
             f"{theirs_s / ours_s:6.2f}x"
         )
 

@@ -1,16 +1,17 @@
-"""Attention on the CPU = mlx-lm's, and the hook leaves nothing behind."""
+"""Attention and swiglu on the CPU = mlx-lm's, and the hook leaves nothing behind."""
 
 from __future__ import annotations
 
 import math
+import sys
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models import base, gemma3_text, gpt_oss, llama
+from mlx_lm.models import activations, base, gemma3_text, gpt_oss, llama
 from mlx_lm.models.cache import QuantizedKVCache
 
-from mtplx.models import attention
-from mtplx.models.attention import attend, attention_modules, attention_replaced
+from mtplx.models import cpu
+from mtplx.models.cpu import Hooks, attend, swiglu
 from mtplx.models.model import Model
 from tests.tiny_models import CONFIGS, make_network, prompt_ids, tiny_model
 
@@ -87,7 +88,7 @@ def fallbacks(monkeypatch):
 
 @pytest.fixture
 def every_size_is_fast(monkeypatch):
-    monkeypatch.setattr(attention, "_MIN_SCORES", 0)
+    monkeypatch.setattr(cpu, "_MIN_SCORES", 0)
 
 
 @pytest.mark.usefixtures("every_size_is_fast")
@@ -120,7 +121,7 @@ def test_blocks_of_any_length_give_the_same(monkeypatch):
     q, k, v = arrays(4, 2, 130, 61)
     expected = reference(q, k, v)
     for scores in (1, 4 * 191 * 23, 4 * 191 * 64, 1 << 30):
-        monkeypatch.setattr(attention, "BLOCK_SCORES", scores)
+        monkeypatch.setattr(cpu, "BLOCK_SCORES", scores)
         assert mx.abs(attend(q, k, v, None, 0.25, "causal") - expected).max() < TOLERANCE
 
 
@@ -225,11 +226,18 @@ NAME = "scaled_dot_product_attention"
 
 
 def test_the_modules_of_a_network_are_found():
-    modules = {name: attention_modules(tiny_model(name).network) for name in CONFIGS}
-    assert modules["llama"] == [llama]
-    assert modules["gemma3_text"] == [gemma3_text]
-    assert modules["gpt_oss"] == [gpt_oss]
-    assert modules["mamba2"] == []
+    def hooked(model_type):
+        def mine():
+            raise AssertionError
+
+        with Hooks(tiny_model(model_type).network).attention(mine):
+            candidates = (llama, gemma3_text, gpt_oss)
+            return [m for m in candidates if m.scaled_dot_product_attention is mine]
+
+    assert hooked("llama") == [llama]
+    assert hooked("gemma3_text") == [gemma3_text]
+    assert hooked("gpt_oss") == [gpt_oss]
+    assert hooked("mamba2") == []
 
 
 def test_an_exception_inside_the_block_unhooks():
@@ -237,22 +245,22 @@ def test_an_exception_inside_the_block_unhooks():
         raise ZeroDivisionError
 
     def fail():
-        with attention_replaced([llama, gpt_oss], mine):
-            assert gpt_oss.scaled_dot_product_attention is mine
+        hooks = Hooks(tiny_model("llama").network)
+        with hooks.attention(mine), hooks.swiglu(mine):
+            assert llama.swiglu is mine
             llama.scaled_dot_product_attention()
 
     with pytest.raises(ZeroDivisionError):
         fail()
     assert llama.scaled_dot_product_attention is base.scaled_dot_product_attention
-    assert gpt_oss.scaled_dot_product_attention is base.scaled_dot_product_attention
+    assert llama.swiglu is activations.swiglu
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_next"])
 def test_a_forward_uses_it_and_leaves_nothing(model_type, monkeypatch):
     network = make_network(CONFIGS[model_type])
     model = Model(network, CONFIGS[model_type])
-    modules = attention_modules(network)
-    assert modules
+    modules = [sys.modules[kind.__module__] for kind in {type(network)}]
     during = []
     kind = type(network)
 
@@ -262,9 +270,9 @@ def test_a_forward_uses_it_and_leaves_nothing(model_type, monkeypatch):
 
     network.__class__ = type(kind.__name__, (kind,), {"__call__": call})
     blocks = []
-    original = attention._blockwise
+    original = cpu._blockwise
     monkeypatch.setattr(
-        attention, "_blockwise", lambda *a, **k: blocks.append(1) or original(*a, **k)
+        cpu, "_blockwise", lambda *a, **k: blocks.append(1) or original(*a, **k)
     )
     model.prefill(model.new_cache(), prompt_ids(100))
     assert during == [[attend] * len(modules)]
@@ -297,3 +305,30 @@ def test_on_a_gpu_nothing_is_hooked():
     model = Model(network, CONFIGS["llama"], device="gpu")
     model.prefill(model.new_cache(), prompt_ids(8))
     assert during == [base.scaled_dot_product_attention]
+
+
+# -- swiglu ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 7), (1, 40, 96), (3, 1, 5)])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0, 1e4])
+def test_swiglu_is_mlx_lms(shape, scale):
+    gate = mx.random.normal(shape, key=mx.random.key(1)) * scale
+    x = mx.random.normal(shape, key=mx.random.key(2))
+    expected = activations.swiglu(gate, x)
+    assert mx.allclose(swiglu(gate, x), expected, rtol=1e-5, atol=1e-6 * scale)
+
+
+def test_swiglu_of_zeros_extremes_and_what_is_no_number():
+    gate = mx.array([0.0, 1e30, -1e30, mx.nan])
+    found = swiglu(gate, mx.ones(4)).tolist()
+    assert found[:2] == [0.0, pytest.approx(1e30)]
+    assert abs(found[2]) < 1e-6
+    assert math.isnan(found[3])
+
+
+def test_swiglu_of_other_types_is_left_to_mlx_lm():
+    for kind in (mx.float16, mx.bfloat16):
+        gate, x = mx.array([1.0, -2.0], kind), mx.array([3.0, 4.0], kind)
+        assert swiglu(gate, x).dtype == kind
+        assert mx.array_equal(swiglu(gate, x), activations.swiglu(gate, x))

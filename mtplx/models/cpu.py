@@ -1,31 +1,30 @@
-"""Attention on the CPU, and the hook through which a network's own calls reach it.
+"""Two functions that MLX's CPU backend is slow at, and the hook through which a network's
+own calls reach them.
 
-MLX's CPU backend takes exponentials one by one, about 20 ns each, and computes the whole
+That backend takes exponentials one by one, about 20 ns each, and computes the whole
 square of scores for a causal mask; together that is most of what a prefill costs there.
 ``attend`` computes blocks of queries that fit the cache, each against the keys that it
-can see, with an exponential made of operations that MLX does vectorise. Measured on two
-x86 cores with 9 heads of 64 (``benchmarks/cpu_attention.py``): 1.9 times as fast for 24
-queries at depth 450, 2.0 times for 512 at depth 0, 1.6 times for 512 at depth 4000.
+can see, and ``swiglu`` the gate of a dense layer, both with an exponential made of
+operations that MLX does vectorise. Measured on two x86 cores with the shapes of a 135M
+model (``benchmarks/cpu_functions.py``): attention 1.9 times as fast for 24 queries at
+depth 450, 2.0 times for 512 at depth 0, 1.6 times for 512 at depth 4000; swiglu 3.3 times.
 
-Elsewhere (a GPU, other types, masks, sinks, quantized keys) MLX's attention is called.
-Nothing of mlx-lm stays changed after a forward. Runs on the thread that owns MLX.
+Elsewhere (a GPU, other types, masks, sinks, quantized keys) mlx-lm's functions are
+called. Nothing of mlx-lm stays changed after a forward. Runs on the thread that owns MLX.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import base
-
-_NAME = "scaled_dot_product_attention"
+from mlx_lm.models import activations, base
 
 BLOCK_SCORES = 256 * 1024
 """Scores of one block, over all heads: 1 MiB of float32, so that the passes over them
@@ -107,8 +106,8 @@ def _block(
     if bias is not None:
         scores = scores.reshape(1, kv_heads, group, rows, -1) + bias
         scores = scores.reshape(1, kv_heads, group * rows, -1)
-    fraction, power = _exp_parts(scores, mx.max(scores, axis=-1, keepdims=True))
-    weights = fraction * power.view(mx.float32)
+    factor, power = _exp_parts(scores, mx.max(scores, axis=-1, keepdims=True))
+    weights = factor * power.view(mx.float32)
     out = (weights @ values) / mx.sum(weights, axis=-1, keepdims=True)
     return out.reshape(1, kv_heads, group, rows, values.shape[-1])
 
@@ -119,14 +118,28 @@ def _causal_bias(start: int, end: int) -> mx.array:
     return mx.where(visible, 0.0, -math.inf)
 
 
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """Return ``x`` gated: ``gate / (1 + exp(-gate)) * x``, as mlx-lm's function does."""
+    if mx.default_device() != mx.cpu or gate.dtype != mx.float32 or x.dtype != mx.float32:
+        return activations.swiglu(gate, x)
+    factor, power = _exp_parts(-gate, mx.zeros(()))
+    return _gated(gate, x, factor, power.view(mx.float32))
+
+
+@partial(mx.compile, shapeless=True)
+def _gated(gate: mx.array, x: mx.array, factor: mx.array, power: mx.array) -> mx.array:
+    return gate * x / (1.0 + factor * power)
+
+
 @partial(mx.compile, shapeless=True)
 def _exp_parts(scores: mx.array, highest: mx.array) -> tuple[mx.array, mx.array]:
     """Return ``exp(scores - highest)`` as a factor in [1, 2) and the bits of a power of 2.
 
     ``exp(x) = 2**i * 2**f`` with ``i + f = x / ln 2``; a float32 with exponent bits
-    ``i + 127`` and nothing else is ``2**i``. What underflows becomes 2**-126.
+    ``i + 127`` and nothing else is ``2**i``. What lies outside a float32's range becomes
+    2**-126 or 2**126.
     """
-    exponent = mx.maximum((scores - highest) * math.log2(math.e), -126.0)
+    exponent = mx.clip((scores - highest) * math.log2(math.e), -126.0, 126.0)
     whole = mx.floor(exponent)
     rest = exponent - whole
     factor = rest * _EXP2[0] + _EXP2[1]
@@ -137,23 +150,41 @@ def _exp_parts(scores: mx.array, highest: mx.array) -> tuple[mx.array, mx.array]
 
 # -- the hook -------------------------------------------------------------------
 
+_ATTENTION, _SWIGLU = "scaled_dot_product_attention", "swiglu"
+_ORIGINALS = {
+    _ATTENTION: base.scaled_dot_product_attention,
+    _SWIGLU: activations.swiglu,
+}
 
-def attention_modules(network: nn.Module) -> list[ModuleType]:
-    """Return the Python modules where this network looks up mlx-lm's attention."""
-    modules = {sys.modules[type(module).__module__] for module in network.modules()}
-    original = base.scaled_dot_product_attention
-    return [module for module in modules if getattr(module, _NAME, None) is original]
 
+class Hooks:
+    """Where a network looks up the functions of mlx-lm that can be replaced.
 
-@contextmanager
-def attention_replaced(
-    modules: Sequence[ModuleType], function: Callable[..., mx.array]
-) -> Iterator[None]:
-    """Make the networks of these modules call ``function`` inside the block."""
-    for module in modules:
-        setattr(module, _NAME, function)
-    try:
-        yield
-    finally:
-        for module in modules:
-            setattr(module, _NAME, base.scaled_dot_product_attention)
+    Args:
+        network: Only the Python modules that it is made of are touched.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        modules = {sys.modules[type(module).__module__] for module in network.modules()}
+        self._modules = {
+            name: [module for module in modules if getattr(module, name, None) is original]
+            for name, original in _ORIGINALS.items()
+        }
+
+    def attention(self, function: Callable[..., mx.array]) -> AbstractContextManager[None]:
+        """Make the network call ``function`` for attention inside the block."""
+        return self._replaced(_ATTENTION, function)
+
+    def swiglu(self, function: Callable[..., mx.array]) -> AbstractContextManager[None]:
+        """Make the network call ``function`` for the gate inside the block."""
+        return self._replaced(_SWIGLU, function)
+
+    @contextmanager
+    def _replaced(self, name: str, function: Callable[..., mx.array]) -> Iterator[None]:
+        for module in self._modules[name]:
+            setattr(module, name, function)
+        try:
+            yield
+        finally:
+            for module in self._modules[name]:
+                setattr(module, name, _ORIGINALS[name])
