@@ -120,6 +120,7 @@ def measure_stall(
     end_s = time.perf_counter()
     errors = [s.error for s in [*running, long] if s.error]
     assert not errors, errors
+    assert long.times_s, "the model had nothing to say to the long prompt; run it again"
     first_s = long.times_s[0]
     calm = [g for s in running for g in s.gaps_s(calm_s, arrived_s)]
     # A stream that stood still until the prompt was read shows it in the gap after.

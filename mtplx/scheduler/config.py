@@ -18,9 +18,10 @@ takes at least ``k / (k - 1)`` times as long as it would alone: 1.8 at ``k = 2.2
 2.6, 1.5 at 3. Steps are also noisy: what is planned for ``k`` comes out up to a tenth
 longer on a quiet machine and a third on a busy one, and a reader who sees a stream
 stutter sees the longest gap. Measured on two shared CPU cores with a 135M model, 3
-streams and a prompt of 900 tokens (``benchmarks/stall.py``; worst gap in undisturbed
-gaps, TTFT against a server that lets the streams stand still): 3.3 and 0.9 at ``k = 3``,
-2.3 and 1.6 at 2.2. 2.6 stays below 3 without making the prompt wait for long.
+streams and a prompt of 900 tokens against a server that lets the streams stand still
+(``benchmarks/README.md``): at 2.6 the worst gap was 2.4 undisturbed ones (2.2 to 2.9) and
+the TTFT 1.1 times the other server's; at 3, 3.3 and 0.9, at 2.2, 2.3 and 1.6, both before
+attention on the CPU was made faster.
 """
 
 OVERTAKING_LIMIT = 4.0
