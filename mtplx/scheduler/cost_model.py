@@ -42,7 +42,8 @@ _SPEED_SHARE = 0.15
 """How much of a step's error is taken for a change of the machine's speed (its clock,
 its neighbours), which moves all costs at once and faster than the fit can follow."""
 
-_FIRST_MARGIN = 1.1
+_FIRST_MARGIN = 1.2
+_BEYOND = 1.03  # The worst of the next hundred steps is a little worse than of the last.
 _MOST_MARGIN = 1.3  # Noise beyond it comes in spikes, which shorter spans do not avoid.
 
 
@@ -194,7 +195,7 @@ class CostModel:
         """Factor to plan with so that 99 of 100 steps keep to the plan in usual noise."""
         if len(self._ratios) < 8:
             return _FIRST_MARGIN
-        ratio = percentile(sorted(self._ratios), 0.99)
+        ratio = percentile(sorted(self._ratios), 0.99) * _BEYOND
         return min(max(ratio, 1.0), _MOST_MARGIN)
 
     def span_within(
