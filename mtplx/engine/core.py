@@ -30,6 +30,8 @@ from mtplx.types import Failed, Finished, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
+_WARM_UP_TOKENS = 64
+
 
 class EngineCore:
     """The requests of one model, from the queue to their end.
@@ -53,6 +55,7 @@ class EngineCore:
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
+        _warm_up(model)
         window = settings.prefill_window or model.prefill_window
         problem = _chunking_problem(model)
         # What must be read whole is one span, whatever its length.
@@ -396,6 +399,18 @@ def scheduler_config(
         target_itl_s=None if target_ms is None else target_ms / 1000,
         max_queue=settings.max_queue,
     )
+
+
+def _warm_up(model: Model) -> None:
+    """Run one span and one token: MLX compiles kernels when they are first used, which
+    takes a second that no user should wait for."""
+    cache = model.new_cache()
+    try:
+        model.prefill(cache, [0] * _WARM_UP_TOKENS)
+        model.decode(cache, 0, token_ids=(0,))
+    except Exception:
+        # What is wrong will show, and be told, when a request needs it.
+        logger.warning("The model failed on a first span of zeros", exc_info=True)
 
 
 def _chunking_problem(model: Model) -> str | None:
