@@ -19,6 +19,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from mtplx.cli.loading import load_model, loading_progress
 from mtplx.cli.options import (
     Adapter,
     ConfigFile,
@@ -31,7 +32,6 @@ from mtplx.cli.options import (
     configure,
     console,
 )
-from mtplx.cli.progress import loading_progress
 from mtplx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,17 +71,10 @@ def prefill_bench(
         log_level=log_level,
     ).settings
 
-    from mtplx.models import Model as LoadedModel
     from mtplx.prefill_bench import conditions, run_ladder
 
     with loading_progress() as progress:
-        loaded = LoadedModel.load(
-            settings.model,
-            device=settings.device,
-            dtype=settings.dtype,
-            adapter=settings.adapter,
-            progress=progress,
-        )
+        loaded = load_model(settings, progress)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from mtplx.cli.loading import load_model, loading_progress
 from mtplx.cli.options import (
     Adapter,
     ConfigFile,
@@ -26,7 +27,6 @@ from mtplx.cli.options import (
     TailGrid,
     configure,
 )
-from mtplx.cli.progress import loading_progress
 from mtplx.errors import ConfigError
 from mtplx.types import Prompt, StateKey
 
@@ -70,18 +70,11 @@ def plan(
     ).settings
 
     from mtplx.generation import plan_prefill
-    from mtplx.models import Model as LoadedModel
     from mtplx.session import SessionBank
     from mtplx.text.tokenizer import Tokenizer
 
     with loading_progress() as progress:
-        loaded = LoadedModel.load(
-            settings.model,
-            device=settings.device,
-            dtype=settings.dtype,
-            adapter=settings.adapter,
-            progress=progress,
-        )
+        loaded = load_model(settings, progress)
     tokenizer = Tokenizer(loaded.tokenizer)
     bank = SessionBank(settings.max_kv_size)
     window = settings.prefill_window or loaded.prefill_window

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from mtplx.cli.loading import load_model, loading_progress
 from mtplx.cli.options import (
     Adapter,
     ConfigFile,
@@ -17,7 +18,6 @@ from mtplx.cli.options import (
     console,
     flag,
 )
-from mtplx.cli.progress import loading_progress
 
 
 def serve(
@@ -74,7 +74,6 @@ def serve(
     settings = configuration.settings
 
     from mtplx.engine import Engine
-    from mtplx.models import Model as LoadedModel
     from mtplx.server.app import build_app
     from mtplx.server.run import reserve
     from mtplx.server.run import serve as run
@@ -83,13 +82,7 @@ def serve(
     port_socket = reserve(settings.host, settings.port)
     with loading_progress() as progress:
         engine = Engine(
-            lambda: LoadedModel.load(
-                settings.model,
-                device=settings.device,
-                dtype=settings.dtype,
-                adapter=settings.adapter,
-                progress=progress,
-            ),
+            lambda: load_model(settings, progress),
             SessionBank(settings.max_kv_size, max_bytes=settings.kv_bytes),
             settings,
         )

@@ -7,14 +7,10 @@ neither spans nor reuse are exact. Runs on the engine thread, once for each mode
 
 from __future__ import annotations
 
-import mlx.core as mx
-
 from mtplx.models import Model
+from mtplx.models.trial import is_same, relative_error
 
 _TRIAL = (3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26)
-_TOLERANCE = {"float32": 1e-3}
-_HALF_TOLERANCE = 0.05
-"""Of the largest logit; a wrong mask, position or cache is far above either."""
 
 
 def chunking_problem(model: Model) -> str | None:
@@ -26,13 +22,11 @@ def chunking_problem(model: Model) -> str | None:
         model.prefill(parts, tokens[:5])
         model.prefill(parts, tokens[5:6])
         model.decode(parts, 0, token_ids=tokens[6:])
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    except Exception as failure:
+        return f"{type(failure).__name__}: {failure}"
     assert whole.logits is not None
     assert parts.logits is not None
-    reference = whole.logits.astype(mx.float32)
-    difference = mx.abs(parts.logits.astype(mx.float32) - reference).max()
-    relative = float(difference / mx.abs(reference).max())
-    if relative <= _TOLERANCE.get(model.dtype, _HALF_TOLERANCE):  # False for NaN.
+    error = relative_error(parts.logits, whole.logits)
+    if is_same(error, model.dtype):
         return None
-    return f"in two parts its logits are off by {relative:.2g} of the largest"
+    return f"in two parts its logits are off by {error:.2g} of the largest"

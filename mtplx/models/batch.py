@@ -31,6 +31,7 @@ from mtplx.models.packed import (
     only_rows,
     takes_spans,
 )
+from mtplx.models.trial import is_same, relative_error
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +51,6 @@ _PRICE = {
 _TRIAL_TOKENS = (3, 14, 15, 92, 65, 35, 89)
 _TRIAL_ROWS = 3
 _TRIAL_RING_TOKENS = 4
-_TOLERANCE = {"float32": 1e-3}
-_HALF_TOLERANCE = 0.05
-"""Of the largest logit. Half precision rounds otherwise when a product has more rows;
-what a wrong mask, position or cache does is far above either tolerance."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +288,6 @@ class BatchDecoder:
     ) -> str | None:
         """Return why this way is no good; None if it is exact, now and a token later."""
         following = _TRIAL_TOKENS[_TRIAL_RING_TOKENS - 1 :]
-        tolerance = _TOLERANCE.get(self._model.dtype, _HALF_TOLERANCE)
         try:
             for step in range(2):
                 tokens = following[step : step + _TRIAL_ROWS]
@@ -299,8 +295,8 @@ class BatchDecoder:
                 _evaluate(logits, leaves)
                 # Short by one in the second step, which saves a forward.
                 for row, reference in zip(logits, references[step:], strict=False):
-                    error = _relative_error(row, reference)
-                    if not error <= tolerance:  # NaN too.
+                    error = relative_error(row, reference)
+                    if not is_same(error, self._model.dtype):
                         return f"its logits are off by {error:.2g} of the largest"
         except Exception as error:
             return f"{type(error).__name__}: {error}"
@@ -323,9 +319,8 @@ class BatchDecoder:
             logger.debug("Spans cannot share a forward", exc_info=True)
             return False
         expected = [references[1], references[length - 1], references[length]]
-        tolerance = _TOLERANCE.get(self._model.dtype, _HALF_TOLERANCE)
         return all(
-            _relative_error(row, reference) <= tolerance
+            is_same(relative_error(row, reference), self._model.dtype)
             for row, reference in zip([*logits, *after], expected, strict=True)
         )
 
@@ -358,8 +353,3 @@ def _shrink_rings(layers: Sequence[Any]) -> None:
             _shrink_rings(layer.caches)
         elif isinstance(layer, RotatingKVCache):
             layer.max_size = layer.keep + _TRIAL_RING_TOKENS
-
-
-def _relative_error(row: mx.array, reference: mx.array) -> float:
-    row, reference = row.astype(mx.float32), reference.astype(mx.float32)
-    return float(mx.abs(row - reference).max() / mx.abs(reference).max())

@@ -1,14 +1,19 @@
-"""Progress on the terminal while a model is fetched and loaded."""
+"""Loading a model as the settings say, with progress on the terminal."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from mtplx.cli.options import console
+from mtplx.config import Settings
 from mtplx.types import Progress as Report
+
+if TYPE_CHECKING:
+    from mtplx.models import Model
 
 
 @contextlib.contextmanager
@@ -34,3 +39,21 @@ def loading_progress() -> Iterator[Report]:
 
     with bars:
         yield report
+
+
+def load_model(settings: Settings, progress: Report) -> Model:
+    """Load the model that the settings name. Runs on the thread that will own MLX.
+
+    Raises:
+        ModelLoadError: It cannot be had or read.
+        ConfigError: The device cannot be used.
+    """
+    from mtplx.models import Model
+
+    return Model.load(
+        settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        adapter=settings.adapter,
+        progress=progress,
+    )
