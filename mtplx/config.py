@@ -79,7 +79,27 @@ class Settings(BaseModel):
     kv_bytes: int | None = Field(
         None,
         ge=0,
-        description="Bytes the SessionBank may hold (default: no limit but tokens).",
+        description="Bytes of KV state, of running requests and the SessionBank together "
+        "(default: what the machine has left beside the weights).",
+    )
+    kv_disk: str | None = Field(
+        None, description="Folder that keeps KV state across restarts (default: none)."
+    )
+    kv_disk_bytes: int = Field(
+        20 * 1024**3, ge=0, description="Bytes the folder of `kv_disk` may hold."
+    )
+    kv_disk_daily_bytes: int = Field(
+        100 * 1024**3, ge=0, description="Bytes written to `kv_disk` in 24 hours at most."
+    )
+    pin_prompt: str | None = Field(
+        None,
+        description="Text file with a system prompt, or JSON with `messages` and `tools`, "
+        "that is read at start and never evicted.",
+    )
+    cache_isolation: Literal["none", "api-key", "prompt-cache-key"] = Field(
+        "none",
+        description="Who shares KV state: none (everybody), api-key (requests with the "
+        "same key) or prompt-cache-key (requests that name the same one).",
     )
     max_tokens: int | None = Field(
         None,
@@ -90,6 +110,20 @@ class Settings(BaseModel):
     max_body_bytes: int = Field(
         32 * 1024 * 1024, ge=1024, description="Largest request body, in bytes."
     )
+    api_key: str | None = Field(
+        None, description="Keys that clients must send, separated by commas."
+    )
+    api_key_file: str | None = Field(None, description="File with a key on each line.")
+    auth: bool = Field(
+        True, description="Ask for a key when listening beyond this machine."
+    )
+    cors_origins: str = Field(
+        "", description="Origins that browsers may call from, separated by commas, or *."
+    )
+    sse_keepalive: Literal["comment", "event", "off"] = Field(
+        "comment", description="What a silent stream sends: comment, event or off."
+    )
+    log_prompts: bool = Field(False, description="Write prompts and answers to the log.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Log level: debug, info, warning or error."
     )

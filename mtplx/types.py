@@ -6,9 +6,11 @@ last one, exactly one per request, is ``Finished`` or ``Failed``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import numpy.typing as npt
 
 from mtplx.errors import MtplxError
 from mtplx.metrics import PrefillMetrics, StreamMetrics
@@ -37,6 +39,7 @@ class SamplingParams:
             the prompt and the answer; 1 does nothing (arXiv:1909.05858).
         presence_penalty: Subtracted once from tokens of the answer.
         frequency_penalty: Subtracted for each occurrence in the answer.
+        logit_bias: Pairs of token id and what is added to its logit.
     """
 
     temperature: float = 1.0
@@ -47,6 +50,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,13 +78,20 @@ class GenerationRequest:
     Attributes:
         request_id: Unique among the requests in flight.
         prompt: What to read; at least one token.
-        max_new_tokens: Most tokens to generate, at least 1.
+        max_new_tokens: Most tokens to generate; 0 only reads the prompt.
         arrival_s: ``time.perf_counter()`` when the request reached the server.
         sampling: How tokens are chosen.
         stop: Strings that end the answer; they are not part of it.
         ignore_eos: Do not stop at the model's end tokens (benchmarks).
         deadline_s: ``time.perf_counter()`` after which the request is ended with an
             error; None never does.
+        logprobs: How many of the most likely tokens are told for each token of the
+            answer, besides the token itself; None tells nothing.
+        prompt_logprobs: Tell the same for the prompt. Nothing is restored then, since
+            every token's logits are needed.
+        grammar: What the answer must match, as ``mtplx.text.grammar`` makes it; None
+            leaves it free.
+        namespace: State is shared only with requests of the same one.
     """
 
     request_id: str
@@ -91,16 +102,52 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     deadline_s: float | None = None
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    grammar: str | None = None
+    namespace: str = ""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """How likely a token was, by the model alone: before temperature and filters.
+
+    Attributes:
+        token_id: The token.
+        logprob: Natural logarithm of its probability.
+        top: The most likely tokens with theirs, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class PrefillProgress:
+    """How far a prompt has been read; sent when it starts and after every span."""
+
+    done_tokens: int
+    cached_tokens: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """One entry for each prompt token, None for the first; sent before any text."""
+
+    tokens: tuple[TokenLogprob | None, ...]
 
 
 @dataclass(frozen=True)
 class TextDelta:
     """A piece of the answer. ``text`` may be empty while a character or a possible
     stop string is still incomplete; ``token_ids`` are the tokens sampled since the
-    last delta."""
+    last delta, and ``logprobs`` theirs where they were asked for."""
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,12 +160,14 @@ class Finished:
         completion_tokens: Tokens sampled, the end token included.
         metrics: None when the prompt was not complete (cancelled before).
         stream: None where there is no ``metrics``.
+        stop_text: The stop string that ended the answer; None where none did.
     """
 
     reason: FinishReason
     completion_tokens: int
     metrics: PrefillMetrics | None
     stream: StreamMetrics | None = None
+    stop_text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +177,7 @@ class Failed:
     error: MtplxError
 
 
-Event = TextDelta | Finished | Failed
+Event = PrefillProgress | PromptLogprobs | TextDelta | Finished | Failed
 
 
 @dataclass(frozen=True)
@@ -139,10 +188,30 @@ class StateKey:
         fingerprint: Equal only for models that compute the same.
         any_prefix: True when state can be cut at every token; False when it can be
             resumed at snapshots only.
+        namespace: Whose it is; empty where everybody shares.
     """
 
     fingerprint: str
     any_prefix: bool
+    namespace: str = ""
+
+
+@dataclass(frozen=True)
+class HostState:
+    """KV state in host memory, in the form that goes to disk.
+
+    Attributes:
+        arrays: By name; dtypes that numpy lacks are viewed as integers of their size.
+        meta: What is needed to build the state from them again.
+    """
+
+    arrays: Mapping[str, npt.NDArray[Any]]
+    meta: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
 
 
 @dataclass(frozen=True)
