@@ -231,6 +231,22 @@ def compute_description(device: Device) -> str:
     return BLAS.description if device == "cpu" else "MLX on the GPU"
 
 
+def memory_bytes(device: Device) -> int:
+    """Return the memory that computing on ``device`` may use at most, in bytes."""
+    if device == "gpu":
+        import mlx.core as mx
+
+        info = mx.device_info()
+        for name in ("max_recommended_working_set_size", "memory_size", "total_memory"):
+            if value := int(info.get(name, 0)):
+                return value
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        return total  # Not Linux, or no limit is set.
+
+
 def available_memory_bytes() -> int:
     """Return the memory this process can still take without swapping, in bytes."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

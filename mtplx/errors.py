@@ -6,8 +6,12 @@
     |-- RequestError              the request, not the server, is at fault
     |   |-- InvalidRequestError       a field is wrong or makes no sense
     |   |   |-- UnsupportedFieldError     the field is known, and not supported
-    |   |   `-- ContextLengthError        prompt longer than the model reads
+    |   |   |-- ContextLengthError        prompt longer than the model reads
+    |   |   `-- KVBudgetError             its KV cache does not fit the memory budget
     |   |-- RequestTooLargeError      the body is larger than the server accepts
+    |   |-- AuthenticationError       no key was sent, or one that is not known
+    |   |-- OriginRefusedError        a web page that may not call this server
+    |   |-- ResponseNotFoundError     no such response is kept, or it is somebody else's
     |   `-- ModelNotFoundError        the named model is not served here
     |-- QueueFullError            too many requests wait; try again later
     |-- EngineUnavailableError    the engine stopped or is stopping
@@ -72,10 +76,34 @@ class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
 
 
+class KVBudgetError(InvalidRequestError):
+    """The KV cache of the request does not fit the memory budget."""
+
+    code = "kv_budget_exceeded"
+
+
 class RequestTooLargeError(RequestError):
     """The body is larger than the server accepts."""
 
     code = "request_too_large"
+
+
+class AuthenticationError(RequestError):
+    """The request has no API key, or one that the server does not know."""
+
+    code = "invalid_api_key"
+
+
+class OriginRefusedError(RequestError):
+    """The request comes from a web page that may not call this server."""
+
+    code = "origin_refused"
+
+
+class ResponseNotFoundError(RequestError):
+    """No response, or item of one, of this name is kept for the client."""
+
+    code = "response_not_found"
 
 
 class ModelNotFoundError(RequestError):

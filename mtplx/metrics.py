@@ -13,6 +13,23 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Divergence:
+    """Where a prompt leaves what the SessionBank holds.
+
+    Attributes:
+        index: Of the first token that differs.
+        kept_token, sent_token: What was held there, and what the prompt has.
+        kept_text, sent_text: Their texts; empty where nobody decoded them.
+    """
+
+    index: int
+    kept_token: int
+    sent_token: int
+    kept_text: str = ""
+    sent_text: str = ""
+
+
+@dataclass(frozen=True)
 class PrefillMetrics:
     """How one prompt became a complete KV cache.
 
@@ -31,8 +48,12 @@ class PrefillMetrics:
             no token was sampled.
         prefill_chunks: Spans that were computed.
         prefill_chunk_size: Longest span that was computed, in tokens.
-        cache_source: ``"memory"`` when state was restored, else None.
-        cache_miss_reason: Why nothing was restored; None when something was.
+        cache_source: ``"memory"``, or ``"disk"`` when some of it came from there; None
+            when nothing was restored.
+        cache_miss_reason: Why no more was restored, one of those in ``session.Match``;
+            None where no more of this prompt was held.
+        cache_lost_tokens: Tokens that were computed for that reason.
+        cache_divergence: Where the prompt leaves what was held; None where it does not.
     """
 
     prompt_tokens: int
@@ -48,6 +69,8 @@ class PrefillMetrics:
     prefill_chunk_size: int
     cache_source: str | None
     cache_miss_reason: str | None
+    cache_lost_tokens: int = 0
+    cache_divergence: Divergence | None = None
 
     def __post_init__(self) -> None:
         assert self.cached_tokens + self.new_prefill_tokens == self.prompt_tokens
@@ -96,14 +119,26 @@ class PrefillClock:
     restore_s: float = 0.0
     compute_s: float = 0.0
     cached_tokens: int = 0
+    source: str | None = None
     miss_reason: str | None = None
+    lost_tokens: int = 0
+    divergence: Divergence | None = None
     span_tokens: list[int] = field(default_factory=list)
 
-    def restored(self, cached_tokens: int, seconds: float, miss_reason: str | None) -> None:
-        """Record what the SessionBank gave back, and what finding it took."""
+    def restored(
+        self,
+        cached_tokens: int,
+        seconds: float,
+        miss_reason: str | None,
+        lost_tokens: int = 0,
+        divergence: Divergence | None = None,
+    ) -> None:
+        """Record what the SessionBank gave back, why no more, and what finding it took."""
         self.cached_tokens = cached_tokens
         self.restore_s = seconds
-        self.miss_reason = None if cached_tokens else miss_reason
+        self.miss_reason = miss_reason
+        self.lost_tokens = lost_tokens
+        self.divergence = divergence
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Record one span that the model has computed."""
@@ -129,8 +164,10 @@ class PrefillClock:
             ),
             prefill_chunks=len(self.span_tokens),
             prefill_chunk_size=max(self.span_tokens, default=0),
-            cache_source="memory" if self.cached_tokens else None,
+            cache_source=(self.source or "memory") if self.cached_tokens else None,
             cache_miss_reason=self.miss_reason,
+            cache_lost_tokens=self.lost_tokens,
+            cache_divergence=self.divergence,
         )
 
 

@@ -36,6 +36,8 @@ def test_every_figure():
         "prefill_chunk_size": 32,
         "cache_source": "memory",
         "cache_miss_reason": None,
+        "cache_lost_tokens": 0,
+        "cache_divergence": None,
     }
     json.dumps(finished_clock().metrics().as_dict(), allow_nan=False)
 

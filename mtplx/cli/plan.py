@@ -99,15 +99,23 @@ def plan(
 
 @dataclass(frozen=True)
 class _Weightless:
-    """Stands for state in a dry run."""
+    """Stands for state in a dry run: rows, what holds them, and snapshots."""
 
     length: int = 0
     nbytes: int = 0
+    start: int = 0
 
     def __len__(self) -> int:
         return self.length
 
+    @property
+    def buffer(self) -> _Weightless:
+        return self
+
     def slice(self, start: int, end: int) -> _Weightless:
+        return _Weightless(end - start)
+
+    def copy(self, start: int, end: int) -> _Weightless:
         return _Weightless(end - start)
 
 

@@ -11,26 +11,47 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import mlx.core as mx
+import numpy as np
 
 from mtplx.config import Settings
+from mtplx.engine.admission import Admission, Waiting
 from mtplx.engine.chunking import chunking_problem
+from mtplx.engine.constraint import Grammars
+from mtplx.engine.disk import DiskWork
+from mtplx.engine.memory import default_kv_bytes, warm_up
 from mtplx.engine.running import EventSink, RunningRequest
-from mtplx.errors import DeadlineExceededError, GenerationError, MtplxError
+from mtplx.errors import (
+    DeadlineExceededError,
+    GenerationError,
+    KVBudgetError,
+    MtplxError,
+)
+from mtplx.generation import plan_prefill, restore_or_prefill_prompt_state
 from mtplx.models import Model
 from mtplx.models.batch import BatchDecoder, SharedSpan
 from mtplx.scheduler.config import SchedulerConfig
 from mtplx.scheduler.itl import ItlRecorder
 from mtplx.scheduler.scheduler import Scheduler
 from mtplx.scheduler.step import Outcome, PrefillSpan, Stall, Step, StepResult
-from mtplx.session import SessionBank
+from mtplx.session import Match, SessionBank
+from mtplx.session.disk import DiskTier
 from mtplx.text.tokenizer import Tokenizer
-from mtplx.types import Failed, Finished, GenerationRequest
+from mtplx.types import (
+    DiskStats,
+    Failed,
+    Finished,
+    GenerationRequest,
+    PrefillForecast,
+    Prompt,
+)
 
 logger = logging.getLogger(__name__)
 
-_WARM_UP_TOKENS = 64
+# A prefill shorter than this says nothing about the speed of the next one.
+_MEASURED_TOKENS = 64
 
 
 class EngineCore:
@@ -41,6 +62,8 @@ class EngineCore:
         tokenizer: The model's.
         bank: Where prompt state is kept.
         settings: The effective settings.
+        tier: Keeps state on disk; None keeps none there.
+        wake: Called on another thread when there is work again.
 
     Attributes:
         scheduler: Decides; it owns the state of every request.
@@ -51,18 +74,27 @@ class EngineCore:
     """
 
     def __init__(
-        self, model: Model, tokenizer: Tokenizer, bank: SessionBank, settings: Settings
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        bank: SessionBank,
+        settings: Settings,
+        *,
+        tier: DiskTier | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        _warm_up(model)
         window = settings.prefill_window or model.prefill_window
+        working_bytes, self._token_s = warm_up(model, window)
         problem = _chunking_problem(model)
         # What must be read whole is one span, whatever its length.
         self._window = window if problem is None else model.context_length
         self._tail_grid = settings.tail_grid if problem is None else model.context_length
         # Resuming from kept state is reading in two parts.
         self._bank = bank if problem is None else None
+        if bank.max_bytes is None:
+            bank.max_bytes = default_kv_bytes(model, working_bytes)
         if problem is None and not settings.enable_chunked_prefill:
             problem = "switched off by enable_chunked_prefill"
         self.chunking_problem = problem
@@ -78,46 +110,108 @@ class EngineCore:
         )
         self.gaps = ItlRecorder()
         self.iterations = 0
-        self._queued: dict[str, tuple[GenerationRequest, EventSink]] = {}
+        # Now, not under the first request: it takes a second in which nothing else runs.
+        vocabulary = tokenizer.grammar_vocabulary(model.vocab_size)
+        self._grammars = None if vocabulary is None else Grammars(vocabulary)
+        self._disk = None
+        if tier is not None and self._bank is not None:
+            self._disk = DiskWork(model, bank, tier, wake, self._compute_seconds)
+        self.admission = Admission(self.scheduler, model, self._bank, self._disk)
         self._running: dict[str, RunningRequest] = {}
+        self._from_disk: set[str] = set()
         self._gap_target_s: float | None = None
 
     @property
     def idle(self) -> bool:
-        """Nothing waits and nothing runs."""
-        return not self._queued and not self._running
+        """There is nothing to do until a command comes, or state from the disk."""
+        copying = self._disk is not None and not self._disk.idle
+        return not self._running and not self.scheduler.ready and not copying
+
+    @property
+    def disk_stats(self) -> DiskStats | None:
+        """The disk tier's counters; any thread."""
+        return None if self._disk is None else self._disk.stats()
 
     def add(self, request: GenerationRequest, on_event: EventSink) -> None:
         """Queue a request; what is wrong with it becomes its only event."""
-        tokens = request.prompt.token_ids
         try:
-            self.scheduler.add(
-                request.request_id,
-                prompt_tokens=len(tokens),
-                cached_tokens=self._restorable(tokens),
-                deadline_s=request.deadline_s,
-            )
+            self.admission.add(request, on_event)
         except MtplxError as error:
             on_event(Failed(error))
-        else:
-            self._queued[request.request_id] = (request, on_event)
 
     def cancel(self, request_id: str) -> None:
         """End a request in whatever state it is; unknown ids are ignored."""
         ended = self.scheduler.end(request_id, Outcome.CANCELLED)
         if ended is None:
             return
-        if queued := self._queued.pop(request_id, None):
-            queued[1](Finished("cancelled", 0, None))
+        if waiting := self.admission.remove(request_id):
+            waiting.on_event(Finished("cancelled", 0, None))
             return
         running = self._running.pop(request_id)
         running.cancel(ended.stall)
-        _settle(running)
+        self._settle(running)
+
+    def pin(self, prompt: Prompt) -> int:
+        """Read a prompt now and never evict it; return its tokens that are held.
+
+        Raises:
+            MtplxError: It cannot be read, or does not fit.
+        """
+        if self._bank is None:
+            return 0
+        restore_or_prefill_prompt_state(
+            token_ids=prompt.token_ids,
+            session_bank=self._bank,
+            stable_prefix_len=len(prompt.token_ids),
+            model=self._model,
+            edges=prompt.edges,
+            window=self._window,
+        )
+        return self._bank.pin(self._model.state_key, prompt.token_ids)
+
+    def plan(self, prompt: Prompt, namespace: str) -> PrefillForecast:
+        """Say what reading a prompt would take now. Changes nothing."""
+        key = replace(self._model.state_key, namespace=namespace)
+        total = len(prompt.token_ids)
+        match = Match(0, 0, "disabled")
+        if self._bank is not None:
+            match = self._bank.match(key, prompt.token_ids)
+        disk_tokens, disk_s = 0, 0.0
+        if self._disk is not None:
+            tokens = np.asarray(prompt.token_ids, np.int32)
+            disk_tokens, disk_s = self._disk.on_disk(key, tokens, match.length)
+        restored = match.length + disk_tokens
+        plan = plan_prefill(
+            prompt,
+            restored_tokens=restored,
+            any_prefix=key.any_prefix or self._bank is None,
+            window=self._window,
+            tail_grid=self._tail_grid,
+            parts_at=match.shared_tokens if match.divergence else None,
+        )
+        return PrefillForecast(
+            prompt_tokens=total,
+            memory_tokens=match.length,
+            disk_tokens=disk_tokens,
+            miss_reason=match.miss_reason,
+            spans=tuple((span.start, span.end) for span in plan.spans),
+            edges=plan.edges,
+            snapshots=tuple(sorted(plan.snapshots)),
+            kv_bytes=self._model.state_size.nbytes(total),
+            seconds=disk_s + self._compute_seconds(restored, total),
+            seconds_error=self.scheduler.costs.error,
+        )
+
+    def _compute_seconds(self, start: int, end: int) -> float:
+        """Return what computing these tokens of a prompt takes, by those before."""
+        return (end - start) * self._token_s
 
     def iterate(self) -> None:
         """Compute one step, if there is anything to compute."""
         self._expire()
+        self._copy()
         self._start_requests()
+        self._grow()
         begin_s = time.perf_counter()
         step = self.scheduler.schedule()
         over: list[RunningRequest] = []
@@ -139,22 +233,23 @@ class EngineCore:
         # From here on nobody waits for an event of this step.
         for running in over:
             if running.done:
-                _settle(running)
+                self._settle(running)
         for span in step.spans:
             if kept := self._running.get(span.request_id):
                 _keep(kept.prefill.keep_progress)
 
     def shut_down(self, error: MtplxError) -> None:
-        """End every request with ``error``."""
-        for request_id in [*self._queued, *self._running]:
+        """End every request with ``error``, and write what the disk is to have."""
+        for waiting in self.admission.drain():
+            self.scheduler.end(waiting.request.request_id, Outcome.FAILED)
+            waiting.on_event(Failed(error))
+        for request_id, running in self._running.items():
             self.scheduler.end(request_id, Outcome.FAILED)
-        for _, on_event in self._queued.values():
-            on_event(Failed(error))
-        for running in self._running.values():
             running.fail(error)
             running.prefill.release()
-        self._queued.clear()
         self._running.clear()
+        if self._disk is not None:
+            self._disk.finish()
 
     # -- one iteration ----------------------------------------------------------
 
@@ -164,41 +259,89 @@ class EngineCore:
                 "The request was not complete at its deadline. Allow more time, or send "
                 "it again: what was read of its prompt is kept."
             )
-            if queued := self._queued.pop(ended.request_id, None):
-                queued[1](Failed(error))
+            if waiting := self.admission.remove(ended.request_id):
+                waiting.on_event(Failed(error))
             else:
                 running = self._running.pop(ended.request_id)
                 running.fail(error)
-                _settle(running)
+                self._settle(running)
+
+    def _copy(self) -> None:
+        """Move a piece of state from or to the disk."""
+        if self._disk is not None:
+            arrived, from_disk = self._disk.step()
+            self.admission.arrived(arrived)
+            self._from_disk.update(from_disk)
 
     def _start_requests(self) -> None:
-        """Start what the scheduler lets start; restoring its prefix comes with it."""
-        while (request_id := self.scheduler.next_to_start()) is not None:
-            request, on_event = self._queued[request_id]
-            restorable = self._restorable(request.prompt.token_ids)
-            if restorable != self.scheduler.expected_cached(request_id):
-                # The bank has changed since the request came; that may change the order.
-                self.scheduler.expect_cached(request_id, restorable)
-                continue
-            del self._queued[request_id]
+        """Start what may start; restoring its prefix comes with it."""
+        while len(self.admission):
+            reading = {name: running.prefill for name, running in self._running.items()}
+            waiting = self.admission.next(reading)
+            if waiting is None:
+                return
+            request = waiting.request
             try:
                 running = RunningRequest(
                     request,
-                    on_event,
+                    waiting.on_event,
                     self._model,
                     self._tokenizer,
                     self._bank,
                     window=self._window,
                     tail_grid=self._tail_grid,
+                    state_tokens=self.admission.state_tokens(request),
+                    grammars=self._grammars,
                 )
-            except Exception as error:
-                logger.exception("Request %s could not start", request_id)
-                self.scheduler.end(request_id, Outcome.FAILED)
-                on_event(Failed(GenerationError(f"The request cannot start: {error}")))
+            except KVBudgetError as error:
+                if self._running:
+                    return  # Those that run will make room.
+                self._refuse(waiting, error)
                 continue
-            self._running[request_id] = running
+            except MtplxError as error:
+                self._refuse(waiting, error)
+                continue
+            except Exception as error:
+                logger.exception("Request %s could not start", request.request_id)
+                self._refuse(waiting, GenerationError(f"The request cannot start: {error}"))
+                continue
+            self.admission.remove(request.request_id)
+            self._running[request.request_id] = running
             prefill = running.prefill
-            self.scheduler.start(request_id, prefill.cache.offset, prefill.plan.edges)
+            if request.request_id in self._from_disk:
+                self._from_disk.discard(request.request_id)
+                prefill.clock.source = "disk"
+            self.scheduler.start(
+                request.request_id,
+                prefill.cache.offset,
+                prefill.plan.edges,
+                alone=prefill.scores,
+            )
+            running.tell_progress()
+
+    def _refuse(self, waiting: Waiting, error: MtplxError) -> None:
+        request_id = waiting.request.request_id
+        self.admission.remove(request_id)
+        self.scheduler.end(request_id, Outcome.FAILED)
+        waiting.on_event(Failed(error))
+
+    def _grow(self) -> None:
+        """Make sure that every stream has memory for one more token, or end it."""
+        for request_id, running in [*self._running.items()]:
+            prefill = running.prefill
+            if not prefill.complete or prefill.reserve(prefill.cache.offset + 1):
+                continue
+            logger.warning(
+                "Request %s ends at %d tokens: the KV budget of %s bytes is used up by "
+                "requests that run. Allow fewer at once, or raise --kv-bytes.",
+                request_id,
+                prefill.cache.offset,
+                None if self._bank is None else self._bank.max_bytes,
+            )
+            running.end_early()
+            running.finish(self.scheduler.stall(request_id))
+            self.scheduler.end(request_id, Outcome.FINISHED)
+            self._settle(self._running.pop(request_id))
 
     def _run(self, step: Step, over: list[RunningRequest]) -> StepResult:
         """Decode, send, then compute the spans.
@@ -275,6 +418,7 @@ class EngineCore:
             if shared.request_id not in failed:
                 try:
                     prefill.computed(shared.tokens, took_s)
+                    self._running[shared.request_id].tell_progress()
                 except Exception as error:  # it may take a snapshot
                     self._fail(shared.request_id, error, failed)
             if not shared.is_tail:
@@ -283,7 +427,9 @@ class EngineCore:
 
     def _run_span(self, span: PrefillSpan, failed: set[str]) -> None:
         try:
-            self._running[span.request_id].prefill.run(span.end)
+            running = self._running[span.request_id]
+            running.prefill.run(span.end)
+            running.tell_progress()
         except Exception as error:
             self._fail(span.request_id, error, failed)
         else:
@@ -294,8 +440,11 @@ class EngineCore:
         """Choose a token for each request, compute them together, send them one by one."""
         drawn: dict[str, mx.array] = {}
         for request_id in request_ids:
+            running = self._running[request_id]
+            if running.only_reads:
+                continue
             try:
-                drawn[request_id] = self._running[request_id].draw()
+                drawn[request_id] = running.draw()
             except Exception as error:
                 self._fail(request_id, error, failed)
         try:
@@ -348,16 +497,16 @@ class EngineCore:
         running.fail(error)
         failed.add(request_id)
 
-    def _restorable(self, token_ids: Sequence[int]) -> int:
-        if self._bank is None:
-            return 0
-        return self._bank.match(self._model.state_key, token_ids).length
-
-
-def _settle(running: RunningRequest) -> None:
-    """Keep what a request computed, and let go of what it borrowed."""
-    _keep(running.keep)
-    running.prefill.release()
+    def _settle(self, running: RunningRequest) -> None:
+        """Keep what a request computed, and let go of what it borrowed."""
+        prefill = running.prefill
+        _keep(running.keep)
+        if prefill.kept_tokens and self._disk is not None:
+            self._disk.keep(prefill.key, running.token_ids[: prefill.kept_tokens])
+        prefill.release()
+        computed = sum(prefill.clock.span_tokens)
+        if computed >= _MEASURED_TOKENS:
+            self._token_s = prefill.clock.compute_s / computed
 
 
 def _keep(store: Callable[[], None]) -> None:
@@ -399,18 +548,6 @@ def scheduler_config(
         target_itl_s=None if target_ms is None else target_ms / 1000,
         max_queue=settings.max_queue,
     )
-
-
-def _warm_up(model: Model) -> None:
-    """Run one span and one token: MLX compiles kernels when they are first used, which
-    takes a second that no user should wait for."""
-    cache = model.new_cache()
-    try:
-        model.prefill(cache, [0] * _WARM_UP_TOKENS)
-        model.decode(cache, 0, token_ids=(0,))
-    except Exception:
-        # What is wrong will show, and be told, when a request needs it.
-        logger.warning("The model failed on a first span of zeros", exc_info=True)
 
 
 def _chunking_problem(model: Model) -> str | None:

@@ -11,7 +11,9 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -21,8 +23,16 @@ from mtplx.engine.running import EventSink
 from mtplx.errors import EngineUnavailableError, QueueFullError
 from mtplx.models import Model
 from mtplx.session import SessionBank
+from mtplx.session.disk import DiskTier
 from mtplx.text.tokenizer import Tokenizer
-from mtplx.types import EngineStatus, Failed, GenerationRequest, ModelInfo
+from mtplx.types import (
+    EngineStatus,
+    Failed,
+    GenerationRequest,
+    ModelInfo,
+    PrefillForecast,
+    Prompt,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +49,24 @@ class _Cancel:
 
 
 @dataclass(frozen=True)
+class _Ask:
+    """Something to find out between two iterations."""
+
+    question: Callable[[EngineCore], Any]
+    answer: Future[Any]
+
+
+@dataclass(frozen=True)
+class _Wake:
+    pass
+
+
+@dataclass(frozen=True)
 class _Stop:
     pass
+
+
+_Command = _Submit | _Cancel | _Ask | _Wake | _Stop
 
 
 class Engine:
@@ -50,15 +76,21 @@ class Engine:
         load: Called on the engine thread; MLX ties work to the thread that made it.
         bank: Where prompt state is kept.
         settings: The effective settings.
+        tier: Keeps state on disk; closed when the engine stops. None keeps none there.
     """
 
     def __init__(
-        self, load: Callable[[], Model], bank: SessionBank, settings: Settings
+        self,
+        load: Callable[[], Model],
+        bank: SessionBank,
+        settings: Settings,
+        tier: DiskTier | None = None,
     ) -> None:
         self._load = load
         self._bank = bank
         self._settings = settings
-        self._inbox: queue.SimpleQueue[_Submit | _Cancel | _Stop] = queue.SimpleQueue()
+        self._tier = tier
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._unseen = 0
         self._alive = False
@@ -101,12 +133,14 @@ class Engine:
             QueueFullError: Too many requests wait already.
             EngineUnavailableError: The engine does not run.
             InvalidRequestError: The prompt must be read whole and is too long for that.
+            KVBudgetError: Its state alone is more than the budget.
         """
         with self._lock:
             if not self._alive:
                 raise EngineUnavailableError("The engine has stopped; restart the server.")
             scheduler = self._core.scheduler
             scheduler.config.check_prompt(len(request.prompt.token_ids))
+            self._core.admission.check(len(request.prompt.token_ids))
             waiting = scheduler.waiting + self._unseen
             if waiting >= scheduler.config.max_waiting(scheduler.running):
                 raise QueueFullError(
@@ -119,6 +153,31 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         """End a request after the current iteration. Unknown ids are ignored."""
         self._inbox.put(_Cancel(request_id))
+
+    def plan(self, prompt: Prompt, namespace: str = "") -> Future[PrefillForecast]:
+        """Ask what reading ``prompt`` would take now; answered between two iterations.
+
+        Raises:
+            EngineUnavailableError: The engine has stopped. Also from the future.
+        """
+        return self._ask(lambda core: core.plan(prompt, namespace))
+
+    def pin(self, prompt: Prompt) -> int:
+        """Read a prompt, never evict it, and return its tokens that are held.
+
+        Raises:
+            MtplxError: It cannot be read, or does not fit.
+        """
+        tokens: int = self._ask(lambda core: core.pin(prompt)).result()
+        return tokens
+
+    def _ask(self, question: Callable[[EngineCore], Any]) -> Future[Any]:
+        answer: Future[Any] = Future()
+        with self._lock:
+            if not self._alive:
+                raise EngineUnavailableError("The engine has stopped; restart the server.")
+            self._inbox.put(_Ask(question, answer))
+        return answer
 
     def status(self) -> EngineStatus:
         """Return the counters of this moment."""
@@ -140,6 +199,13 @@ class Engine:
             bank_bytes=bank.nbytes,
             bank_entries=bank.entries,
             bank_evictions=bank.evictions,
+            bank_thinned=bank.thinned,
+            bank_too_large=bank.too_large,
+            cache_misses=dict(bank.misses),
+            kv_limit_bytes=bank.max_bytes,
+            kv_running_bytes=bank.running_nbytes,
+            step_error=core.scheduler.costs.error,
+            disk=core.disk_stats,
             pinned=bank.pinned,
         )
 
@@ -156,8 +222,17 @@ class Engine:
             model = self._load()
             self._info = model.info
             self._tokenizer = Tokenizer(model.tokenizer)
-            self._core = EngineCore(model, self._tokenizer, self._bank, self._settings)
+            self._core = EngineCore(
+                model,
+                self._tokenizer,
+                self._bank,
+                self._settings,
+                tier=self._tier,
+                wake=lambda: self._inbox.put(_Wake()),
+            )
         except Exception as error:
+            if self._tier is not None:
+                self._tier.close()
             mx.clear_streams()
             self._ready.put(error)
             return
@@ -186,6 +261,15 @@ class Engine:
                     del request, on_event
                 case _Cancel(request_id):
                     self._core.cancel(request_id)
+                case _Ask(question, answer):
+                    if answer.set_running_or_notify_cancel():
+                        try:
+                            answer.set_result(question(self._core))
+                        except Exception as error:
+                            answer.set_exception(error)
+                    del question, answer
+                case _Wake():
+                    pass
                 case _Stop():
                     return False
             # An idle engine holds on to no request that is over.
@@ -197,8 +281,11 @@ class Engine:
         gone = EngineUnavailableError("The engine has stopped; restart the server.")
         self._core.shut_down(gone)
         while not self._inbox.empty():
-            if isinstance(command := self._inbox.get(), _Submit):
+            command = self._inbox.get()
+            if isinstance(command, _Submit):
                 command.on_event(Failed(gone))
+            elif isinstance(command, _Ask) and not command.answer.cancel():
+                command.answer.set_exception(gone)
         # MLX runs this thread's work on a thread of its own, which must not outlive it:
         # it would abort the process at its exit.
         mx.clear_streams()

@@ -1,7 +1,9 @@
 """How the next token of one request is chosen from its logits.
 
 Every request has settings and a random key of its own, so that neither a neighbour
-nor the order of requests changes what it gets. The steps are mlx-lm's. Runs on the
+nor the order of requests changes what it gets. The steps are mlx-lm's, in this order:
+logit bias, penalties, grammar, temperature, filters, draw. The grammar comes before the
+filters, which would else keep tokens that it forbids and may leave none. Runs on the
 engine thread.
 """
 
@@ -43,19 +45,33 @@ class Sampler:
         self._prompt = list(prompt)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         self._key = mx.random.key(seed % 2**64)
+        self._biased = mx.array([token for token, _ in params.logit_bias], mx.uint32)
+        self._bias = mx.array([bias for _, bias in params.logit_bias], mx.float32)
         self._filters = _filters(params)
 
-    def draw(self, logits: mx.array, generated: Sequence[int]) -> mx.array:
+    def draw(
+        self,
+        logits: mx.array,
+        generated: Sequence[int],
+        allowed: mx.array | None = None,
+    ) -> mx.array:
         """Return the next token, not evaluated yet, so that rows are computed together.
 
         Args:
             logits: ``[vocab]``.
             generated: Tokens of the answer so far.
+            allowed: ``[vocab]`` bool, False for tokens that must not be drawn; None
+                allows all.
 
         Returns:
             ``[1]`` int32; ``NOT_A_NUMBER`` where the logits are broken.
         """
-        scores = self._penalised(logits[None].astype(mx.float32), generated)
+        scores = logits[None].astype(mx.float32)
+        if self._bias.size:
+            scores = scores.at[:, self._biased].add(self._bias)
+        scores = self._penalised(scores, generated)
+        if allowed is not None:
+            scores = mx.where(allowed, scores, -mx.inf)
         if self._params.temperature == 0:
             token = mx.argmax(scores, axis=-1)
         else:

@@ -8,7 +8,8 @@ it does and hands finished state to the bank. Runs on the thread that owns MLX.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import mlx.core as mx
@@ -23,14 +24,15 @@ from mtplx.generation.spans import (
 from mtplx.metrics import PrefillClock, PrefillMetrics
 from mtplx.models import Model
 from mtplx.models.cache import (
+    KVBuffer,
     KVRows,
     LayerSnapshot,
     PromptCache,
-    copy_rows,
     restore_cache,
+    resume_cache,
     take_snapshot,
 )
-from mtplx.session.bank import Lease, SessionBank
+from mtplx.session.bank import Lease, Match, SessionBank
 from mtplx.types import Prompt
 
 
@@ -61,6 +63,14 @@ def prefill_batch(
     return cache.logits
 
 
+Score = Callable[[mx.array, int], None]
+"""``score(logits[n, vocab], start)``: told the logits of every prompt token from index
+``start`` on."""
+
+# Logits of this many tokens are held at once.
+_SCORED_TOKENS = 64
+
+
 class PromptPrefill:
     """Restores what the bank has, then computes the rest as far as it is told.
 
@@ -71,11 +81,19 @@ class PromptPrefill:
         arrival_s: ``time.perf_counter()`` at which the request arrived.
         window: Longest span in tokens.
         tail_grid: Grid on which the tail is cut.
+        namespace: State is shared only within it.
+        state_tokens: Tokens, answer included, that memory is reserved for at first.
+        score: Gets the logits of the prompt; nothing is restored then.
 
     Attributes:
         cache: Complete up to ``cache.offset``.
         plan: Edges, snapshots and spans, decided here once.
         clock: What it cost so far.
+        key: What its state is filed under.
+        kept_tokens: Tokens whose state the bank has.
+
+    Raises:
+        KVBudgetError: There is no room for it beside what runs.
     """
 
     def __init__(
@@ -87,34 +105,73 @@ class PromptPrefill:
         arrival_s: float,
         window: int = DEFAULT_WINDOW,
         tail_grid: int = DEFAULT_TAIL_GRID,
+        namespace: str = "",
+        state_tokens: int = 0,
+        score: Score | None = None,
     ) -> None:
         self.model = model
         self.prompt = prompt
         self.bank = bank
+        self.key = replace(model.state_key, namespace=namespace)
         self.clock = PrefillClock(len(prompt.token_ids), arrival_s)
         self.clock.start_s = time.perf_counter()
-        self._lease = bank.acquire(model.state_key, prompt.token_ids) if bank else None
-        self.cache = _restore(model, self._lease, len(prompt.token_ids))
+        self._score = score
+        self._reserved_tokens = max(state_tokens, len(prompt.token_ids))
+        self._lease: Lease | None = None
+        self._start()
+        match = self._lease.match if self._lease else Match(0, 0, "disabled")
         self.clock.restored(
             self.cache.offset,
             time.perf_counter() - self.clock.start_s,
-            self._lease.match.miss_reason if self._lease else "disabled",
+            match.miss_reason,
+            match.lost_tokens,
+            match.divergence,
         )
         self.plan = plan_prefill(
             prompt,
             restored_tokens=self.cache.offset,
             # Without a bank nothing is kept, so no edge is worth a forward.
-            any_prefix=model.state_key.any_prefix or bank is None,
+            any_prefix=self.key.any_prefix or bank is None,
             window=window,
             tail_grid=tail_grid,
+            parts_at=match.shared_tokens if match.divergence else None,
         )
-        self._kept_tokens = self.cache.offset
+        self.kept_tokens = self.cache.offset
         self._snapshots: dict[int, LayerSnapshot] = {}
+
+    def _start(self) -> None:
+        """Restore what can be, in the bank's own buffer if nobody else runs there."""
+        length = 0
+        if self.bank is not None:
+            nbytes = self.model.state_size.nbytes(self._reserved_tokens)
+            # Whoever wants all logits computes all of the prompt.
+            wanted = self.prompt.token_ids if self._score is None else ()
+            self._lease = self.bank.acquire(self.key, wanted, reserve_bytes=nbytes)
+            length = self._lease.match.length
+        if self._lease is None or length == 0:
+            self.cache = self.model.new_cache()
+        else:
+            layers = make_prompt_cache(self.model.network)
+            snapshot = cast(LayerSnapshot | None, self._lease.snapshot)
+            if self._lease.borrowed is not None:
+                buffer = cast(KVBuffer, self._lease.borrowed)
+                self.cache = resume_cache(layers, length, buffer, snapshot)
+            else:
+                rows = cast(tuple[KVRows, ...], self._lease.rows)
+                room = len(self.prompt.token_ids) - length
+                self.cache = restore_cache(layers, length, rows, snapshot, room=room)
+        if self._lease is not None:
+            self._lease.run_in(self.cache.buffer, nbytes)
 
     @property
     def complete(self) -> bool:
         """True once the logits of the last prompt token are there."""
         return self.cache.offset >= self.plan.prompt_tokens
+
+    @property
+    def scores(self) -> bool:
+        """True where the prompt's logits are wanted; its spans share no forward then."""
+        return self._score is not None
 
     def run(self, end: int | None = None) -> None:
         """Compute up to index ``end`` of the prompt; default its end.
@@ -126,8 +183,16 @@ class PromptPrefill:
         end = self.plan.prompt_tokens if end is None else end
         for span in self.plan.spans_until(end, self.cache.offset):
             begin_s = time.perf_counter()
-            prefill_batch(self.model, self.cache, self.prompt.token_ids, span)
+            if self._score is None:
+                prefill_batch(self.model, self.cache, self.prompt.token_ids, span)
+            else:
+                self._run_scored(span, self._score)
             self.computed(span.end - span.start, time.perf_counter() - begin_s)
+
+    def _run_scored(self, span: Span, score: Score) -> None:
+        for start in range(span.start, span.end, _SCORED_TOKENS):
+            tokens = self.prompt.token_ids[start : min(start + _SCORED_TOKENS, span.end)]
+            score(self.model.score(self.cache, tokens), start)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Take note of a span that is in the cache now.
@@ -148,23 +213,32 @@ class PromptPrefill:
         """Return what the prefill cost; None while it is not complete."""
         return self.clock.metrics() if self.complete else None
 
+    def reserve(self, tokens: int) -> bool:
+        """Make sure that the cache may hold ``tokens`` tokens; False if it may not."""
+        if self._lease is None or tokens <= self._reserved_tokens:
+            return True
+        # As much as the buffer would grow by anyway.
+        size = self.model.state_size
+        wanted = self._reserved_tokens + size.step_tokens
+        if not self._lease.reserve(size.nbytes(wanted)):
+            return False
+        self._reserved_tokens = wanted
+        return True
+
     def keep_progress(self) -> None:
         """Give the bank what was computed, each time that it is worth it.
 
-        That is after every window of tokens, or where a snapshot was taken. A prompt
-        that fails or is cancelled resumes there.
+        That is after every span, or where a snapshot was taken. A prompt that fails or
+        is cancelled resumes there.
         """
-        any_prefix = self.model.state_key.any_prefix
         # A step may have gone on beyond the last snapshot.
+        any_prefix = self.key.any_prefix
         end = self.cache.offset if any_prefix else max(self._snapshots, default=0)
-        least = self.plan.window if any_prefix else 1
-        if self.complete:
-            self.store(self.prompt.token_ids)
-        elif end - self._kept_tokens >= least:
+        if end > self.kept_tokens:
             self.store(self.prompt.token_ids[:end])
 
     def store(self, token_ids: Sequence[int]) -> None:
-        """Give the bank the state of everything computed so far.
+        """Give the bank the state of everything computed so far. Nothing is copied.
 
         Args:
             token_ids: The tokens in the cache: the prompt, or the part of it that was
@@ -174,33 +248,23 @@ class PromptPrefill:
         if self.bank is None or not self.cache.offset:
             return
         tokens = token_ids[: self.cache.offset]
-        key = self.model.state_key
-        if not key.any_prefix and len(tokens) not in self._snapshots:
+        if not self.key.any_prefix and len(tokens) not in self._snapshots:
             assert len(tokens) == self.cache.offset
             self._snapshots[len(tokens)] = take_snapshot(self.cache)
         self.bank.store(
-            key,
-            tokens,
-            lambda start, end: copy_rows(self.cache, start, end),
-            self._snapshots,
+            self.key, tokens, self.cache.buffer.rows, self._snapshots, whole=True
         )
         self._snapshots = {}
-        self._kept_tokens = len(tokens)
+        self.kept_tokens = len(tokens)
 
-    def release(self) -> None:
-        """Let go of the bank's state. The cache stays as it is."""
+    def release(self, *, keep_cache: bool = False, broken: bool = False) -> None:
+        """Give the bank's state back, with what was stored.
+
+        Args:
+            keep_cache: The caller goes on using ``cache``; the bank copies what it holds
+                of it. Otherwise it must not be used any more.
+            broken: What was computed is wrong; the bank keeps nothing of it.
+        """
         if self._lease is not None:
-            self._lease.release()
-
-
-def _restore(model: Model, lease: Lease | None, prompt_tokens: int) -> PromptCache:
-    if lease is None or lease.match.length == 0:
-        return model.new_cache()
-    length = lease.match.length
-    return restore_cache(
-        make_prompt_cache(model.network),
-        length,
-        cast(tuple[KVRows, ...], lease.rows),
-        cast(LayerSnapshot | None, lease.snapshot),
-        room=prompt_tokens - length,
-    )
+            intact = not broken and self.cache.buffer.intact()
+            self._lease.release(intact=intact, keep_buffer=keep_cache)

@@ -65,6 +65,7 @@ def restore_or_prefill_prompt_state(
     Raises:
         InvalidRequestError: No tokens, a token outside the vocabulary, a stable prefix
             longer than the prompt, or no model.
+        KVBudgetError: Its state does not fit the bank's ``max_bytes``.
     """
     model = model or (session_bank.model if session_bank else None)
     if model is None:
@@ -85,7 +86,7 @@ def restore_or_prefill_prompt_state(
         prefill.run()
         prefill.store(prompt.token_ids)
     finally:
-        prefill.release()
+        prefill.release(keep_cache=True)
     metrics = prefill.metrics()
     assert metrics is not None
     assert prefill.cache.logits is not None

@@ -120,6 +120,13 @@ class PrefillPlan:
         """The spans of a prompt that is read without regard to anyone else."""
         return tuple(self.spans_until(self.prompt_tokens, self.restored_tokens))
 
+    def resumable(self, index: int) -> int:
+        """Return how much of the first ``index`` tokens another prompt could restore,
+        once this plan is carried out."""
+        if not self.snapshots:
+            return index
+        return max((at for at in self.snapshots if at <= index), default=0)
+
     def spans_until(self, end: int, start: int) -> Iterator[Span]:
         """Yield what computes ``[start, end)``, the tail refined if it ends the prompt.
 
@@ -144,6 +151,7 @@ def plan_prefill(
     any_prefix: bool,
     window: int = DEFAULT_WINDOW,
     tail_grid: int = DEFAULT_TAIL_GRID,
+    parts_at: int | None = None,
 ) -> PrefillPlan:
     """Plan the spans of a prompt and where its state is kept.
 
@@ -157,11 +165,13 @@ def plan_prefill(
         any_prefix: As in ``StateKey``.
         window: Longest span in tokens.
         tail_grid: Grid on which the tail is cut.
+        parts_at: Where the prompt parts from one that came before it; a third may part
+            there too. None where it does not.
     """
     total = len(prompt.token_ids)
     if any_prefix:
         return PrefillPlan(total, restored_tokens, (), frozenset(), window, tail_grid)
-    wanted = (*prompt.edges, prompt.stable_prefix_len)
+    wanted = (*prompt.edges, prompt.stable_prefix_len, parts_at or 0)
     spans = _prefill_spans_with_tail_grid(
         total, wanted, window=total, tail_grid=tail_grid, start=restored_tokens
     )

@@ -2,9 +2,12 @@
 
 The caches themselves are mlx-lm's. This file decides which kind each layer has, takes
 state out in the two forms the SessionBank stores (rows for layers that can be cut at
-any token, snapshots for the others), and builds a cache from them. Whatever is taken
-out is evaluated and has memory of its own, so that nobody's later write can reach it.
-Runs on the thread that owns MLX.
+any token, snapshots for the others), and builds a cache from them.
+
+Rows are views of the buffer that a sequence runs in: what is written later lies behind
+them. They are read through mlx-lm's cache object, never through an array of it: a
+second reference to an array would turn the next write into a copy of all of it.
+Snapshots have memory of their own. Runs on the thread that owns MLX.
 """
 
 from __future__ import annotations
@@ -69,12 +72,123 @@ def _leaves(layers: Sequence[Any]) -> Iterator[Any]:
             yield layer
 
 
-def _split_leaves(layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def split_leaves(layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return the leaves that can be cut, and the others."""
     leaves = list(_leaves(layers))
     cuttable = [leaf for leaf in leaves if _leaf_kind(leaf) is CacheKind.TRIMMABLE]
     others = [leaf for leaf in leaves if _leaf_kind(leaf) is not CacheKind.TRIMMABLE]
     return cuttable, others
+
+
+class KVBuffer:
+    """The memory of one sequence, for the layers that can be cut.
+
+    Args:
+        leaves: mlx-lm caches. The sequence that runs in them only appends.
+    """
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self.leaves = tuple(leaves)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, spare room included."""
+        return sum(leaf.nbytes for leaf in self.leaves if not leaf.empty())
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one token."""
+        return sum(
+            array.nbytes // array.shape[-2]
+            for leaf in self.leaves
+            if not leaf.empty()
+            for array in get_arrays(leaf)
+        )
+
+    def rows(self, start: int, end: int) -> KVRows:
+        """Return a view of rows ``[start, end)``."""
+        return KVRows(self, start, end)
+
+    def copy(self, start: int, end: int) -> KVRows:
+        """Return rows ``[start, end)`` in a buffer of their own, with no spare room."""
+        twins = []
+        for leaf in self.leaves:
+            twin = copy.copy(leaf)
+            set_arrays(twin, [mx.contiguous(part) for part in _cut(leaf, start, end)])
+            twin.offset = end - start
+            twins.append(twin)
+        mx.eval([get_arrays(twin) for twin in twins])
+        return KVRows(KVBuffer(twins), 0, end - start)
+
+    def intact(self) -> bool:
+        """Say whether the memory can still be read after a forward has failed."""
+        try:
+            mx.eval([get_arrays(leaf) for leaf in self.leaves if not leaf.empty()])
+        except Exception:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class KVRows:
+    """A view of the rows ``[start, end)`` of a buffer."""
+
+    buffer: KVBuffer
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    @property
+    def nbytes(self) -> int:
+        return len(self) * self.buffer.row_nbytes
+
+    def slice(self, start: int, end: int) -> KVRows:
+        """Return a view of rows ``[start, end)`` of these."""
+        return KVRows(self.buffer, self.start + start, self.start + end)
+
+
+def get_arrays(leaf: Any) -> tuple[mx.array, ...]:
+    """Return keys and values, ``[1, heads, rows, dim]``; a quantized leaf has three of
+    each."""
+    if type(leaf) is KVCache:
+        return (leaf.keys, leaf.values)
+    return (*leaf.keys, *leaf.values)
+
+
+def set_arrays(leaf: Any, arrays: Sequence[mx.array]) -> None:
+    if type(leaf) is KVCache:
+        leaf.keys, leaf.values = arrays
+    else:
+        leaf.keys, leaf.values = list(arrays[:3]), list(arrays[3:])
+
+
+def _cut(leaf: Any, start: int, end: int) -> list[mx.array]:
+    return [array[..., start:end, :] for array in get_arrays(leaf)]
+
+
+@dataclass(frozen=True)
+class StateSize:
+    """What the state of one sequence weighs.
+
+    Attributes:
+        row_bytes: Of each token, in the layers that can be cut.
+        step_tokens: Their buffers grow by this many rows.
+        windows: For each windowed layer the bytes of a row, and its most rows.
+        fixed_bytes: Of the layers whose state has one size.
+    """
+
+    row_bytes: int
+    step_tokens: int
+    windows: tuple[tuple[int, int], ...]
+    fixed_bytes: int
+
+    def nbytes(self, tokens: int) -> int:
+        """Return the bytes of ``tokens`` tokens."""
+        rows = -(-tokens // self.step_tokens) * self.step_tokens
+        windowed = sum(each * min(tokens, most) for each, most in self.windows)
+        return self.row_bytes * rows + windowed + self.fixed_bytes
 
 
 class PromptCache:
@@ -83,13 +197,17 @@ class PromptCache:
     Attributes:
         layers: One mlx-lm cache for each layer, as the model's forward takes them.
         offset: Tokens whose state is complete. It moves only once they are evaluated.
+        buffer: The part of ``layers`` that can be cut.
         logits: ``[vocab]``, after the last token; None while only prefilled.
         pending: A token that ``Model.decode`` has chosen and not yet read.
     """
 
-    def __init__(self, layers: list[Any], offset: int = 0) -> None:
+    def __init__(
+        self, layers: list[Any], offset: int = 0, buffer: KVBuffer | None = None
+    ) -> None:
         self.layers = layers
         self.offset = offset
+        self.buffer = KVBuffer(split_leaves(layers)[0]) if buffer is None else buffer
         self.logits: mx.array | None = None
         self.pending: int | None = None
 
@@ -103,50 +221,15 @@ class PromptCache:
         mx.eval([leaf.state for leaf in _leaves(self.layers) if not leaf.empty()])
 
 
-@dataclass(frozen=True)
-class KVRows:
-    """Rows of a run of tokens, for every leaf that can be cut.
-
-    Attributes:
-        length: Tokens.
-        leaves: For each leaf its arrays, keys then values, shape
-            ``[1, heads, length, dim]``; a quantized leaf has three of each.
-    """
-
-    length: int
-    leaves: tuple[tuple[mx.array, ...], ...]
-
-    def __len__(self) -> int:
-        return self.length
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for leaf in self.leaves for array in leaf)
-
-    def slice(self, start: int, end: int) -> KVRows:
-        """Return a copy of rows ``[start, end)``."""
-        return _copy_rows(self.leaves, start, end)
-
-
-def _copy_rows(leaves: Sequence[Sequence[mx.array]], start: int, end: int) -> KVRows:
-    rows = tuple(
-        tuple(mx.contiguous(array[..., start:end, :]) for array in leaf) for leaf in leaves
-    )
-    mx.eval(rows)
-    return KVRows(end - start, rows)
-
-
-def copy_rows(cache: PromptCache, start: int, end: int) -> KVRows:
-    """Copy rows ``[start, end)`` out of the leaves that can be cut."""
-    assert end <= cache.offset
-    cuttable, _ = _split_leaves(cache.layers)
-    return _copy_rows([_arrays(leaf) for leaf in cuttable], start, end)
-
-
-def _arrays(leaf: Any) -> tuple[mx.array, ...]:
-    if type(leaf) is KVCache:
-        return (leaf.keys, leaf.values)
-    return (*leaf.keys, *leaf.values)
+def state_size(cache: PromptCache) -> StateSize:
+    """Return what state weighs, seen from a cache that holds at least one token."""
+    windows, fixed_bytes = [], 0
+    for leaf in split_leaves(cache.layers)[1]:
+        if isinstance(leaf, RotatingKVCache) and not leaf.empty():
+            windows.append((leaf.nbytes // leaf.keys.shape[-2], leaf.max_size))
+        elif not leaf.empty():
+            fixed_bytes += leaf.nbytes
+    return StateSize(cache.buffer.row_nbytes, KVCache.step, tuple(windows), fixed_bytes)
 
 
 @dataclass(frozen=True)
@@ -166,7 +249,7 @@ class LayerSnapshot:
 
 def take_snapshot(cache: PromptCache) -> LayerSnapshot:
     """Copy the leaves that cannot be cut, as they are now."""
-    _, others = _split_leaves(cache.layers)
+    _, others = split_leaves(cache.layers)
     twins = tuple(_detached(leaf) for leaf in others)
     mx.eval([twin.state for twin in twins if not twin.empty()])
     return LayerSnapshot(twins)
@@ -198,7 +281,7 @@ def restore_cache(
     *,
     room: int,
 ) -> PromptCache:
-    """Fill fresh layers with stored state.
+    """Copy stored state into fresh layers.
 
     Args:
         layers: The model's empty caches.
@@ -208,25 +291,59 @@ def restore_cache(
         room: Tokens that will follow; the buffers are made large enough for them.
     """
     assert sum(map(len, rows)) == length
-    cuttable, others = _split_leaves(layers)
+    cuttable, others = split_leaves(layers)
     for index, leaf in enumerate(cuttable):
-        _fill(leaf, [piece.leaves[index] for piece in rows], length, room)
-    stored = snapshot.leaves if snapshot else ()
-    for leaf, twin in zip(others, stored, strict=True):
-        leaf.__dict__.update(copy.deepcopy(twin).__dict__)
+        pieces = [_cut(r.buffer.leaves[index], r.start, r.end) for r in rows]
+        _fill(leaf, pieces, length, room)
+    _restore_others(others, snapshot)
     cache = PromptCache(layers, length)
     cache.evaluate()
     return cache
 
 
-def _fill(leaf: Any, pieces: list[tuple[mx.array, ...]], length: int, room: int) -> None:
+def resume_cache(
+    layers: list[Any], length: int, buffer: KVBuffer, snapshot: LayerSnapshot | None
+) -> PromptCache:
+    """Go on in a buffer that holds the state already; nothing of it is copied.
+
+    Args:
+        layers: The model's empty caches; the leaves that can be cut are replaced.
+        length: Tokens whose state ``buffer`` holds; what lies behind is overwritten.
+        buffer: Nobody else writes to it.
+        snapshot: As for ``restore_cache``.
+    """
+    _, others = split_leaves(layers)
+    _restore_others(others, snapshot)
+    for leaf in buffer.leaves:
+        leaf.offset = length
+    cache = PromptCache(_with_leaves(layers, iter(buffer.leaves)), length, buffer)
+    cache.evaluate()
+    return cache
+
+
+def _with_leaves(layers: Sequence[Any], leaves: Iterator[Any]) -> list[Any]:
+    """Return ``layers`` with the leaves that can be cut taken from ``leaves``."""
+    return [
+        CacheList(*_with_leaves(layer.caches, leaves))
+        if isinstance(layer, CacheList)
+        else next(leaves)
+        if _leaf_kind(layer) is CacheKind.TRIMMABLE
+        else layer
+        for layer in layers
+    ]
+
+
+def _restore_others(others: list[Any], snapshot: LayerSnapshot | None) -> None:
+    stored = snapshot.leaves if snapshot else ()
+    for leaf, twin in zip(others, stored, strict=True):
+        leaf.__dict__.update(copy.deepcopy(twin).__dict__)
+
+
+def _fill(leaf: Any, pieces: list[list[mx.array]], length: int, room: int) -> None:
     padding = -(length + room) % leaf.step + room
     arrays = []
     for parts in zip(*pieces, strict=True):
         shape = (*parts[0].shape[:-2], padding, parts[0].shape[-1])
         arrays.append(mx.concatenate([*parts, mx.zeros(shape, parts[0].dtype)], axis=-2))
-    if type(leaf) is KVCache:
-        leaf.keys, leaf.values = arrays
-    else:
-        leaf.keys, leaf.values = arrays[:3], arrays[3:]
+    set_arrays(leaf, arrays)
     leaf.offset = length

@@ -20,8 +20,14 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mtplx.backend import compute_description, resolve_device
-from mtplx.models.cache import CacheKind, PromptCache, cache_kind
+from mtplx.backend import Device, compute_description, resolve_device
+from mtplx.models.cache import (
+    CacheKind,
+    PromptCache,
+    StateSize,
+    cache_kind,
+    state_size,
+)
 from mtplx.models.cpu import Hooks, attend, swiglu
 from mtplx.models.fingerprint import fingerprint
 from mtplx.models.load import load_network
@@ -59,7 +65,7 @@ class Model:
         tokenizer: TokenizerWrapper | None = None,
         *,
         name: str = "model",
-        device: str = "cpu",
+        device: Device = "cpu",
         dtype: str = "float32",
         backend: str = "",
     ) -> None:
@@ -122,6 +128,13 @@ class Model:
         """Rows of the output layer."""
         probe = self.network(mx.array([[0]]))
         return int(probe.shape[-1])
+
+    @cached_property
+    def state_size(self) -> StateSize:
+        """What the state of a sequence weighs."""
+        cache = self.new_cache()
+        self.prefill(cache, (0,))
+        return state_size(cache)
 
     @property
     def prefill_window(self) -> int:
@@ -199,6 +212,16 @@ class Model:
             cache.pending = int(mx.argmax(rows[-1]))
             return mx.stack(rows)
         return mx.zeros((0, self.vocab_size))
+
+    def score(self, cache: PromptCache, token_ids: Sequence[int]) -> mx.array:
+        """Read tokens as ``decode`` does, and return the logits of all, ``[n, vocab]``."""
+        logits = self._forward(cache, token_ids)[0]
+        mx.eval(logits)
+        cache.evaluate()
+        cache.offset += len(token_ids)
+        cache.logits = logits[-1]
+        cache.pending = None
+        return logits
 
     def _read(self, cache: PromptCache, token_ids: Sequence[int]) -> None:
         logits = self._forward(cache, token_ids)[0, -1]

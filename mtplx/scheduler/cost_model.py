@@ -183,12 +183,22 @@ class CostModel:
             measured_s: What it took.
             spans: It had prefill spans; only these are planned with a margin.
         """
+        if predicted_s <= 0:
+            return  # Too fast a model for the fit; there is no ratio to learn from.
         ratio = measured_s / predicted_s
         usual = min(max(ratio, 1 / _OUTLIER), _OUTLIER)
         self._speed = min(max(self._speed * usual**_SPEED_SHARE, 0.25), 4.0)
         self._refresh()
         if spans and self._decode.observed > _TRUSTED_AFTER:
             self._ratios.append(ratio)
+
+    @property
+    def error(self) -> float | None:
+        """How far steps with spans usually are from their prediction: the median of
+        ``abs(measured / predicted - 1)`` over recent ones; None before the first."""
+        if not self._ratios:
+            return None
+        return percentile(sorted(abs(ratio - 1) for ratio in self._ratios), 0.5)
 
     @property
     def margin(self) -> float:

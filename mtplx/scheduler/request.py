@@ -34,6 +34,7 @@ class Request:
         served_to_it: Prompt tokens computed for it.
         edges: Indices where a span must end, ascending.
         atomic_ranges: Disjoint half-open ranges that no span may split, ascending.
+        alone: Its spans never share the forward of a decode.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class Request:
     deadline_s: float | None = None
     edges: tuple[int, ...] = ()
     atomic_ranges: tuple[tuple[int, int], ...] = ()
+    alone: bool = False
     state: State = State.WAITING
     decoded_tokens: int = 0
     served_to_it: int = 0

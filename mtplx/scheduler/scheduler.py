@@ -101,7 +101,8 @@ class Scheduler:
             insort(self._deadlines, (deadline_s, request.number, request_id))
 
     def expect_cached(self, request_id: str, cached_tokens: int) -> None:
-        """Correct how much of a waiting prompt is expected to be restored."""
+        """Correct how much of a waiting prompt is expected to be restored; a held request
+        is held no longer."""
         request = self._requests[request_id]
         assert request.state is State.WAITING
         self._waiting.remove(request)
@@ -111,6 +112,15 @@ class Scheduler:
     def expected_cached(self, request_id: str) -> int:
         """Return how much of a waiting prompt is expected to be restored."""
         return self._requests[request_id].num_computed_tokens
+
+    def hold(self, request_id: str) -> None:
+        """Let nothing start a waiting request until ``expect_cached`` is called for it.
+
+        For one whose prompt another request is reading, or whose state is being fetched.
+        """
+        request = self._requests[request_id]
+        assert request.state is State.WAITING
+        self._waiting.hold(request)
 
     def next_to_start(self) -> str | None:
         """Return the waiting request that should start now, or None.
@@ -136,6 +146,8 @@ class Scheduler:
         cached_tokens: int = 0,
         edges: Sequence[int] = (),
         atomic_ranges: Sequence[tuple[int, int]] = (),
+        *,
+        alone: bool = False,
     ) -> None:
         """Begin the prefill of a waiting request.
 
@@ -144,11 +156,13 @@ class Scheduler:
             cached_tokens: Prompt tokens that were restored, fewer than the prompt.
             edges: Indices where a span must end.
             atomic_ranges: Disjoint half-open ranges that no span may split.
+            alone: Its spans must not share the forward of a decode.
         """
         request = self._requests[request_id]
         assert request.state is State.WAITING
         self._waiting.remove(request)
         request.expect_cached(cached_tokens)
+        request.alone = alone
         if self.config.enable_chunked_prefill:
             request.set_cuts(edges, atomic_ranges)
         else:
@@ -236,6 +250,11 @@ class Scheduler:
     def waiting(self) -> int:
         """Requests that have not started."""
         return len(self._waiting)
+
+    @property
+    def ready(self) -> int:
+        """Waiting requests that are not held."""
+        return self._waiting.ready
 
     @property
     def running(self) -> int:

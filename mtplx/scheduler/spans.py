@@ -85,17 +85,16 @@ class SpanChooser:
         )
         return threshold or config.max_num_batched_tokens
 
-    @property
-    def _next_is_shared(self) -> bool:
-        """The next span goes into the forward of the decodes."""
-        return self._shares and not self._spans
+    def _is_shared(self, request: Request) -> bool:
+        """The next span goes into the forward of the decodes, if it is of ``request``."""
+        return self._shares and not self._spans and not request.alone
 
     def _next_end(self, request: Request, start: int, room: int) -> int | None:
         """Return the end of the next span, or None where none should follow."""
         in_time = room
         if self._seconds_left < math.inf:
             in_time = self._costs.span_within(
-                self._seconds_left, start, room, shared=self._next_is_shared
+                self._seconds_left, start, room, shared=self._is_shared(request)
             )
         share = min(room, self._share_left)
         allowed = max(in_time, share)
@@ -114,7 +113,7 @@ class SpanChooser:
 
     def _add(self, request: Request, start: int, end: int) -> None:
         tail = end == request.prompt_tokens
-        shared = self._next_is_shared
+        shared = self._is_shared(request)
         self._spans.append(PrefillSpan(request.request_id, start, end, tail, shared))
         seconds = self._costs.cost.of_span(start, end - start, shared=shared)
         self._predicted_s += seconds

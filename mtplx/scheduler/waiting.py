@@ -4,14 +4,18 @@ A prompt ages when ``OVERTAKING_LIMIT`` times its uncached tokens were computed 
 came. Aged prompts go in order of arrival, so nothing that comes later passes them. The
 queue belongs to the ``Scheduler``.
 
-Invariants, held by ``check``: every waiting request is in ``_by_size`` once, and in
-exactly one of ``_by_age`` and ``_aged``; all three are sorted.
+A request that is held, because its state is still on the way, keeps its place in the
+count and in nothing else.
+
+Invariants, held by ``check``: every waiting request that is not held is in ``_by_size``
+once, and in exactly one of ``_by_age`` and ``_aged``; all three are sorted.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from itertools import chain
 
 from mtplx.scheduler.config import OVERTAKING_LIMIT
 from mtplx.scheduler.request import Request
@@ -24,16 +28,17 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
+        self._held: dict[str, Request] = {}
         self._by_size: list[_Key] = []
         self._by_age: list[_Key] = []
         self._aged: list[_Key] = []
         self.uncached_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._requests) + len(self._held)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        return chain(self._requests.values(), self._held.values())
 
     def push(self, request: Request) -> None:
         """Let a request wait."""
@@ -45,11 +50,23 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever in the queue it is."""
+        if self._held.pop(request.request_id, None) is not None:
+            return
         del self._requests[request.request_id]
         _discard(self._by_size, _size_key(request))
         if not _discard(self._by_age, _age_key(request)):
             _discard(self._aged, _arrival_key(request))
         self.uncached_tokens -= request.uncached_tokens
+
+    @property
+    def ready(self) -> int:
+        """Requests that are not held."""
+        return len(self._requests)
+
+    def hold(self, request: Request) -> None:
+        """Do not let a request start until it is pushed again."""
+        self.remove(request)
+        self._held[request.request_id] = request
 
     def head(self, served_tokens: int) -> Request | None:
         """Return the request that starts next.
@@ -68,6 +85,7 @@ class WaitingQueue:
         for order in (self._by_size, self._by_age, self._aged):
             assert order == sorted(order)
         requests = self._requests
+        assert not requests.keys() & self._held.keys()
         assert self._by_size == sorted(_size_key(r) for r in requests.values())
         assert sorted(k[2] for k in self._by_age + self._aged) == sorted(requests)
         assert all(k == _age_key(requests[k[2]]) for k in self._by_age)

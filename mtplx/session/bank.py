@@ -1,18 +1,22 @@
-"""The store of KV state by token prefix.
+"""The SessionBank: which state is kept, lent and given up.
 
-A radix tree for each ``StateKey``: an edge of the tree is a run of token ids with the
-KV rows of exactly those tokens, so that conversations that begin alike hold their
-common part once. Layers that cannot be cut (windowed, recurrent) keep snapshots at
-single indices inside the runs. The state itself is opaque: rows can be sliced and
-weighed, snapshots weighed; ``models/cache.py`` makes both.
+It finds state by token ids (``tree.py``), lends it to requests, takes what they
+computed, and stays within its budgets (``ledger.py`` weighs). The state itself is
+opaque (``state.py``).
 
-Invariants, which ``check()`` verifies:
+A request either *borrows* the buffer that holds its prefix and goes on writing to it,
+or copies the prefix into a buffer of its own because another request runs in the first
+one. What it computes is kept while it runs, as views of its buffer: nothing is held
+twice. When the budget is full, state goes in this order: snapshots that save little,
+then the least recently used leaves that no second request ever asked for, then the
+others.
 
-1. The runs of a node's children begin with different tokens, and no run is empty.
-2. A node has as many rows as tokens; snapshot indices lie in ``(start, end]``.
-3. ``tokens`` and ``nbytes`` are the sums over all nodes, and stay within
+Invariants, beside those of the tree, which ``check()`` verifies:
+
+1. ``tokens`` and ``nbytes`` are the sums over all that is held, and stay within
    ``max_kv_size`` and ``max_bytes``.
-4. A node with a lease, or with a descendant that has one, is never evicted.
+2. What a lease pins, what leads there, and what lies in the buffer of a running request
+   is never evicted.
 
 The thread that runs the model owns the bank: the engine thread in a server. Only the
 integer counters may be read from elsewhere.
@@ -21,122 +25,127 @@ integer counters may be read from elsewhere.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from mtplx.errors import KVBudgetError
+from mtplx.metrics import Divergence
+from mtplx.session.forgotten import Forgotten
+from mtplx.session.ledger import Ledger
+from mtplx.session.state import Buffer, Rows, Snapshot, TokenIds, TokenRun
+from mtplx.session.tree import Kept, Node, PrefixTree, as_run
 from mtplx.types import StateKey
 
 logger = logging.getLogger(__name__)
 
-TokenRun = npt.NDArray[np.int32]
+ONE_OFF_SHARE = 0.2
+"""Entries that were used once go before the others, as long as they are more than this
+share of the tokens: else a bank full of old favourites would have no room for a new
+conversation."""
 
+THIN_TOKENS = 256
+"""A snapshot may be thinned out when no more than this many tokens would have to be
+computed to reach it from the one before."""
 
-class Rows(Protocol):
-    """The KV rows of a run of tokens. Never written to once stored."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def __len__(self) -> int: ...
-
-    def slice(self, start: int, end: int) -> Rows: ...
-
-
-class Snapshot(Protocol):
-    """The state of every layer that cannot be cut, at one index. Never written to."""
-
-    @property
-    def nbytes(self) -> int: ...
+_WASTE_SHARE = 0.25
+_WASTE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Match:
-    """How much of a prompt can be restored.
+    """How much of a prompt can be restored, and why no more.
 
     Attributes:
         length: Tokens that can be restored, always less than the prompt: the last
             token is computed, since its logits are needed.
         shared_tokens: Longest prefix of the prompt that the bank knows, restorable
             or not.
-        miss_reason: None when ``length`` is not 0; else ``"disabled"`` (the bank
-            keeps nothing), ``"other_model"`` (only state of other models is held),
-            ``"never_seen"`` (no stored prompt begins like this one) or
-            ``"no_snapshot"`` (a prefix is known, without a snapshot inside it).
+        miss_reason: None where no more was held. Else ``disabled`` (the bank keeps
+            nothing), ``evicted`` or ``too_large`` (it had to go, or did not fit),
+            ``no_snapshot`` (known further than it can be resumed), ``diverged`` (what
+            is held goes on differently), ``other_model`` (only state of other models or
+            settings is held) or ``never_seen``.
+        lost_tokens: Tokens that are computed for that reason.
+        divergence: Where the prompt leaves what is held; None where it does not.
     """
 
     length: int
     shared_tokens: int
-    miss_reason: str | None
+    miss_reason: str | None = None
+    lost_tokens: int = 0
+    divergence: Divergence | None = None
 
 
 class Lease:
-    """State on loan: pinned until ``release()``, which may be called twice.
+    """State on loan to one request, until ``release()``.
 
     Attributes:
         match: What was found.
-        rows: Pieces whose lengths add up to ``match.length``, in order.
+        borrowed: The buffer with the state of ``match.length`` tokens, to write to from
+            there on; None where the rows must be copied.
+        rows: Pieces to copy, whose lengths add up to ``match.length``, in order; empty
+            with ``borrowed``. Good until anything else is done with the bank.
         snapshot: The snapshot at ``match.length``; None where none is needed.
     """
 
-    def __init__(self, bank: SessionBank, match: Match, nodes: list[_Node]) -> None:
+    def __init__(
+        self,
+        bank: SessionBank,
+        match: Match,
+        used: list[Node],
+        borrowed: Buffer | None,
+    ) -> None:
         self.match = match
-        self.rows = tuple(_head(node, match.length) for node in nodes)
+        self.borrowed = borrowed
+        self.rows: tuple[Rows, ...] = ()
+        if borrowed is None:
+            self.rows = tuple(_head(node, match.length) for node in used)
         # A pin on the deepest node holds the whole path: only leaves are evicted.
-        self._node = nodes[-1] if nodes else None
-        self.snapshot = self._node.snapshots.get(match.length) if self._node else None
+        self._node = used[-1] if used else None
+        kept = self._node.snapshots.get(match.length) if self._node else None
+        self.snapshot = None if kept is None else kept.snapshot
         self._bank = bank
+        self._buffer = borrowed
         if self._node is not None:
             self._node.pins += 1
             bank.pinned += 1
 
-    def release(self) -> None:
-        """Give the pin back."""
+    def run_in(self, buffer: Buffer, reserved_bytes: int = 0) -> None:
+        """Say where the request runs: the borrowed buffer, or its own.
+
+        Args:
+            buffer: It writes to this one.
+            reserved_bytes: What it may grow to, and counts as.
+        """
+        self.rows = ()
+        self._buffer = buffer
+        self._bank._ledger.run(buffer, reserved_bytes)
+        self._bank._recount()
+
+    def reserve(self, nbytes: int) -> bool:
+        """Let the buffer grow to ``nbytes``; False when there is no room for that."""
+        assert self._buffer is not None
+        return self._bank._reserve(self._buffer, nbytes)
+
+    def release(self, *, intact: bool = True, keep_buffer: bool = False) -> None:
+        """End the loan; may be called twice.
+
+        Args:
+            intact: The buffer's rows are what they should be. If not, all that the bank
+                holds of it is dropped.
+            keep_buffer: The caller goes on using the buffer; the bank copies what it
+                holds of it.
+        """
         if self._node is not None:
             self._node.pins -= 1
             self._bank.pinned -= 1
             self._node = None
-            self.rows = ()
-            self.snapshot = None
-
-
-class _Node:
-    """One run of tokens, ``[start, end)`` of every prompt that passes through it."""
-
-    __slots__ = (
-        "children",
-        "last_used",
-        "parent",
-        "pins",
-        "rows",
-        "snapshots",
-        "start",
-        "tokens",
-    )
-
-    def __init__(
-        self, tokens: TokenRun, start: int, rows: Rows | None, parent: _Node | None
-    ) -> None:
-        self.tokens = tokens
-        self.start = start
-        self.rows = rows
-        self.parent = parent
-        self.children: dict[int, _Node] = {}
-        self.snapshots: dict[int, Snapshot] = {}
-        self.last_used = 0
-        self.pins = 0
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
-
-    @property
-    def nbytes(self) -> int:
-        rows = 0 if self.rows is None else self.rows.nbytes
-        return rows + sum(snapshot.nbytes for snapshot in self.snapshots.values())
+        self.rows, self.snapshot, self.borrowed = (), None, None
+        if self._buffer is not None:
+            buffer, self._buffer = self._buffer, None
+            self._bank._give_back(buffer, intact=intact, keep_buffer=keep_buffer)
 
 
 class SessionBank:
@@ -144,9 +153,17 @@ class SessionBank:
 
     Args:
         max_kv_size: Most tokens to hold; 0 keeps nothing.
-        max_bytes: Most bytes to hold; None leaves the limit to ``max_kv_size``.
+        max_bytes: Most bytes to hold, those of running requests included; None leaves
+            the limit to ``max_kv_size``.
         model: The model that ``restore_or_prefill_prompt_state`` uses when it is
             given none.
+
+    Attributes:
+        tokens, nbytes, entries: What is held; ``running_nbytes`` of it by requests.
+        pinned: Leases that requests hold.
+        evictions: Nodes removed to make room, so far; ``thinned``: snapshots.
+        too_large: Times that state was not kept because it did not fit.
+        misses: How often each reason occurred.
     """
 
     def __init__(
@@ -163,33 +180,71 @@ class SessionBank:
         self.model = model
         self.tokens = 0
         self.nbytes = 0
+        self.running_nbytes = 0
         self.entries = 0
         self.pinned = 0
         self.evictions = 0
+        self.thinned = 0
         self.too_large = 0
-        self._roots: dict[StateKey, _Node] = {}
+        self.misses: Counter[str] = Counter()
+        self._trees: dict[StateKey, PrefixTree] = {}
+        self._ledger = Ledger()
+        self._forgotten = Forgotten()
+        self._snapshot_bytes = 0
         self._clock = 0
 
     # -- finding ----------------------------------------------------------------
 
-    def match(self, key: StateKey, token_ids: Sequence[int]) -> Match:
-        """Say how much of ``token_ids`` can be restored. Changes nothing.
+    def match(self, key: StateKey, token_ids: TokenIds) -> Match:
+        """Say how much of ``token_ids`` can be restored, and why no more.
 
-        Every caller that wants to know (admission, planner, metrics, dry runs) asks
-        here or through ``acquire``, which restores exactly this much.
+        Changes nothing. Every caller that wants to know (admission, planner, metrics,
+        dry runs) asks here or through ``acquire``, which restores exactly this much.
         """
-        return self._match(key, _run(token_ids))[0]
+        return self._match(key, as_run(token_ids))[0]
 
-    def acquire(self, key: StateKey, token_ids: Sequence[int]) -> Lease:
-        """Find the longest restorable prefix, mark it used and pin it."""
-        match, path = self._match(key, _run(token_ids))
+    def acquire(
+        self, key: StateKey, token_ids: TokenIds, *, reserve_bytes: int = 0
+    ) -> Lease:
+        """Lend the longest restorable prefix, and mark it used.
+
+        Args:
+            key: Of the model that will go on from it.
+            token_ids: The prompt.
+            reserve_bytes: What the request may grow to; room is made for it.
+
+        Raises:
+            KVBudgetError: Other requests hold what would be needed.
+        """
+        tokens = as_run(token_ids)
+        match, path = self._match(key, tokens)
         used = [node for node in path if node.start < match.length]
         self._clock += 1
         for node in used:
             node.last_used = self._clock
-        return Lease(self, match, used)
+        try:
+            borrowed = self._borrow(key, used, match.length, reserve_bytes)
+        except KVBudgetError:
+            # With its prefix it does not fit; without, what holds the prefix may go.
+            self._need([], reserve_bytes)
+            match, used, borrowed = replace(match, length=0), [], None
+        for node in used:
+            node.uses += 1
+        if used and match.length in used[-1].snapshots:
+            used[-1].snapshots[match.length].uses += 1
+        if match.miss_reason is not None:
+            self.misses[match.miss_reason] += 1
+        return Lease(self, match, used, borrowed)
 
-    def _match(self, key: StateKey, tokens: TokenRun) -> tuple[Match, list[_Node]]:
+    def pin(self, key: StateKey, token_ids: TokenIds) -> int:
+        """Never evict the state of ``token_ids``; return how much of it is held."""
+        tokens = as_run(token_ids)
+        path, shared = self._walk(key, tokens)
+        if shared:
+            self._ending_at(key, path, shared).pins += 1
+        return shared
+
+    def _match(self, key: StateKey, tokens: TokenRun) -> tuple[Match, list[Node]]:
         path, shared = self._walk(key, tokens)
         usable = min(shared, max(len(tokens) - 1, 0))
         if key.any_prefix:
@@ -197,129 +252,211 @@ class SessionBank:
         else:
             indices = (index for node in path for index in node.snapshots)
             length = max((index for index in indices if index <= usable), default=0)
-        reason = None if length else self._miss_reason(key, shared)
-        return Match(length, shared, reason), path
+        held, divergence = _divergence(path, tokens, shared)
+        reason, reached = self._reason(key, tokens, length, usable, held)
+        lost = max(min(reached, len(tokens) - 1) - length, 0) if reason else 0
+        return Match(length, shared, reason, lost, divergence), path
 
-    def _miss_reason(self, key: StateKey, shared: int) -> str:
+    def _reason(
+        self, key: StateKey, tokens: TokenRun, length: int, usable: int, held: int
+    ) -> tuple[str | None, int]:
+        """Return why no more can be restored, and how far it could have been."""
         if self.max_kv_size == 0 or self.max_bytes == 0:
-            return "disabled"
-        if shared:
-            return "no_snapshot"
-        others = any(root.children for other, root in self._roots.items() if other != key)
-        mine = key in self._roots and self._roots[key].children
-        return "other_model" if others and not mine else "never_seen"
+            return "disabled", 0
+        lost, why = self._forgotten.longest(key, tokens)
+        if lost > usable:
+            return why, lost
+        if length < usable:
+            return "no_snapshot", usable
+        if held > usable:
+            return "diverged", held
+        if usable or len(tokens) < 2:
+            return None, 0
+        mine = key in self._trees and self._trees[key].root.children
+        others = any(
+            tree.root.children
+            for other, tree in self._trees.items()
+            if other != key and other.namespace == key.namespace
+        )
+        return ("other_model" if others and not mine else "never_seen"), 0
 
-    def _walk(self, key: StateKey, tokens: TokenRun) -> tuple[list[_Node], int]:
-        """Follow ``tokens`` down the tree: the nodes entered, and how far they agree."""
-        path: list[_Node] = []
-        node, depth = self._roots.get(key), 0
-        while node is not None and depth < len(tokens):
-            node = node.children.get(int(tokens[depth]))
-            if node is None:
-                break
-            path.append(node)
-            common = _common_length(node.tokens, tokens[depth:])
-            depth += common
-            if common < len(node.tokens):
-                break
-        return path, depth
+    def _walk(self, key: StateKey, tokens: TokenRun) -> tuple[list[Node], int]:
+        tree = self._trees.get(key)
+        return ([], 0) if tree is None else tree.walk(tokens)
+
+    def _borrow(
+        self, key: StateKey, used: list[Node], length: int, nbytes: int
+    ) -> Buffer | None:
+        """Make room for a request of ``nbytes``, and find the buffer it can go on in.
+
+        That is one that holds the whole prefix and that nobody runs in. What else is
+        held of it lies behind the prefix and moves out, unless that would be more than
+        copying the prefix. Where there is no room for both it is given up.
+
+        Args:
+            key: Of the request.
+            used: The nodes it restores; the last one is cut where the prefix ends.
+            length: Of the prefix.
+            nbytes: What the request may grow to.
+
+        Returns:
+            None where it needs a buffer of its own.
+
+        Raises:
+            KVBudgetError: Other requests hold what would be needed.
+        """
+        buffer = used[-1].view.buffer if used else None
+        if (
+            buffer is None
+            or not used[-1].in_whole_buffer
+            or self._ledger.is_running(buffer)
+            or _rows_behind(self._ledger.nodes(buffer), length) > length
+        ):
+            self._need(used, nbytes)
+            return None
+        if used[-1].end > length:
+            # The lower half stays the object that its pins and leases know.
+            used[-1] = self._split(key, used[-1], length)
+        behind = [node for node in self._ledger.nodes(buffer) if node.start >= length]
+        moved_bytes = sum(node.view.nbytes for node in behind)
+        grown_bytes = max(nbytes - buffer.nbytes, 0)
+        # It counts as running from here on, so that no room is made at its cost.
+        self._ledger.run(buffer, 0)
+        try:
+            if not self._has_room(used, grown_bytes + moved_bytes):
+                if any(n.pins or {*n.children.values()} - {*behind} for n in behind):
+                    self._need(used, grown_bytes + moved_bytes)
+                while behind:
+                    self._evict(behind.pop())
+                self._need(used, grown_bytes)
+        except KVBudgetError:
+            self._ledger.rest(buffer)
+            raise
+        self._move_out(behind)
+        return buffer
+
+    def _need(self, used: list[Node], nbytes: int) -> None:
+        if not self._has_room(used, nbytes):
+            raise KVBudgetError(
+                f"{nbytes} more bytes of KV cache are needed; of {self.max_bytes} "
+                f"(--kv-bytes) running requests hold {self.running_nbytes}."
+            )
+
+    def _has_room(self, used: list[Node], nbytes: int) -> bool:
+        """Make room for a request, but not at the cost of what it is about to use."""
+        if used:
+            used[-1].pins += 1
+        try:
+            return self._make_room(0, nbytes)
+        finally:
+            if used:
+                used[-1].pins -= 1
 
     # -- storing ----------------------------------------------------------------
 
     def store(
         self,
         key: StateKey,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         rows: Callable[[int, int], Rows],
         snapshots: Mapping[int, Snapshot],
+        *,
+        whole: bool = False,
+        more_follows: bool = False,
     ) -> int:
         """Keep the state of ``token_ids``; only what the bank lacks is taken.
 
         Args:
             key: Of the model that computed the state.
             token_ids: The tokens whose state is complete.
-            rows: Called with ``(start, end)`` for the rows of those tokens. What it
-                returns must not share memory that anyone writes to.
+            rows: Called with ``(start, end)`` for the rows of those tokens, which
+                nobody may change.
             snapshots: State of the layers that cannot be cut, by index in
                 ``(0, len(token_ids)]``.
+            whole: ``rows`` can give any part of ``token_ids``, from the buffer of a
+                running request: copies of it that the bank holds are let go.
+            more_follows: Rows behind the last snapshot are kept too, since a later call
+                brings a snapshot behind them.
 
         Returns:
             Tokens that are newly held. State that does not fit whole is cut to the
             longest prefix that does.
         """
-        tokens = _run(token_ids)
-        if not key.any_prefix:
+        tokens = as_run(token_ids)
+        if not key.any_prefix and not more_follows:
             # Rows behind the last snapshot could never be resumed.
             tokens = tokens[: max(snapshots, default=0)]
         if len(tokens) > self.max_kv_size > 0:
-            self._warn_too_large(f"{len(tokens)} tokens, max_kv_size {self.max_kv_size}")
+            self._too_large(
+                key,
+                tokens,
+                self.max_kv_size,
+                f"{len(tokens)} tokens, max_kv_size {self.max_kv_size}",
+            )
         tokens = tokens[: self.max_kv_size]
         if len(tokens) == 0 or self.max_bytes == 0:
             return 0
         path, shared = self._walk(key, tokens)
-        parent = self._parent_at(key, path, shared)
+        parent = self._ending_at(key, path, shared)
         added = 0
         # The path must survive the eviction that makes room for its own end.
         parent.pins += 1
         try:
+            if whole:
+                self._move_in(self._walk(key, tokens[:shared])[0], rows)
             if shared < len(tokens):
-                added = self._append(parent, tokens[shared:], rows)
+                added = self._append(key, parent, tokens, rows)
             self._add_snapshots(key, tokens[: shared + added], snapshots)
         finally:
             parent.pins -= 1
+        self._recount()
         return added
 
-    def _parent_at(self, key: StateKey, path: list[_Node], depth: int) -> _Node:
+    def _ending_at(self, key: StateKey, path: list[Node], depth: int) -> Node:
         """Return the node that ends at ``depth``, splitting a run if need be."""
         if not path:
-            return self._roots.setdefault(key, _Node(_run(()), 0, None, None))
+            return self._trees.setdefault(key, PrefixTree()).root
         node = path[-1]
-        return node if node.end == depth else self._split(node, depth)
+        return node if node.end == depth else self._split(key, node, depth)
 
-    def _split(self, node: _Node, at: int) -> _Node:
-        """Cut ``node`` at index ``at``; return the new upper half.
-
-        The lower half stays the same object, so leases on it stay good.
-        """
-        assert node.parent is not None
-        assert node.rows is not None
-        cut = at - node.start
-        upper = _Node(node.tokens[:cut], node.start, node.rows.slice(0, cut), node.parent)
-        upper.last_used = node.last_used
-        upper.snapshots = {i: s for i, s in node.snapshots.items() if i <= at}
-        before = node.nbytes
-        node.parent.children[int(upper.tokens[0])] = upper
-        node.snapshots = {i: s for i, s in node.snapshots.items() if i > at}
-        node.rows = node.rows.slice(cut, len(node.tokens))
-        node.tokens = node.tokens[cut:]
-        node.start = at
-        node.parent = upper
-        upper.children[int(node.tokens[0])] = node
+    def _split(self, key: StateKey, node: Node, at: int) -> Node:
+        self._ledger.detach(node)
+        upper = self._trees[key].split(node, at)
+        self._ledger.attach(upper)
+        self._ledger.attach(node)
         self.entries += 1
-        self.nbytes += upper.nbytes + node.nbytes - before
         return upper
 
     def _append(
-        self, parent: _Node, tokens: TokenRun, rows: Callable[[int, int], Rows]
+        self,
+        key: StateKey,
+        parent: Node,
+        tokens: TokenRun,
+        rows: Callable[[int, int], Rows],
     ) -> int:
-        self._make_room(len(tokens), 0)
-        tokens = tokens[: max(self.max_kv_size - self.tokens, 0)]
-        if len(tokens) == 0:
-            return 0
         start = parent.end
-        piece = rows(start, start + len(tokens))
-        assert len(piece) == len(tokens)
-        if not self._make_room(len(tokens), piece.nbytes):
-            self._warn_too_large(f"{piece.nbytes} bytes, max_bytes {self.max_bytes}")
+        self._make_room(len(tokens) - start, 0)
+        end = min(len(tokens), start + max(self.max_kv_size - self.tokens, 0))
+        if end <= start:
             return 0
-        node = _Node(tokens.copy(), start, piece, parent)
+        piece = rows(start, end)
+        # The buffer of a running request counts already.
+        nbytes = 0 if self._ledger.is_running(piece.buffer) else piece.buffer.nbytes
+        if not self._make_room(end - start, nbytes):
+            self._too_large(
+                key, tokens, start, f"{nbytes} bytes, max_bytes {self.max_bytes}"
+            )
+            return 0
+        continues = parent.uses > 0 and not parent.children
+        node = self._trees[key].append(parent, tokens[start:end], piece)
+        # The next part of a conversation that was resumed is no one-off.
+        node.uses = parent.uses if continues else 0
         self._clock += 1
         node.last_used = self._clock
-        parent.children[int(tokens[0])] = node
-        self.tokens += len(tokens)
-        self.nbytes += node.nbytes
+        self._ledger.attach(node)
+        self.tokens += end - start
         self.entries += 1
-        return len(tokens)
+        return end - start
 
     def _add_snapshots(
         self, key: StateKey, tokens: TokenRun, snapshots: Mapping[int, Snapshot]
@@ -333,40 +470,20 @@ class SessionBank:
                 if node is None or index in node.snapshots:
                     continue
                 if self._make_room(0, snapshot.nbytes):
-                    node.snapshots[index] = snapshot
-                    self.nbytes += snapshot.nbytes
+                    node.snapshots[index] = Kept(snapshot)
+                    self._snapshot_bytes += snapshot.nbytes
+                    self._recount()
                 else:
-                    self._warn_too_large(
-                        f"a snapshot of {snapshot.nbytes} bytes, max_bytes {self.max_bytes}"
+                    numbers = f"a snapshot of {snapshot.nbytes} bytes, max_bytes"
+                    self._too_large(
+                        key, tokens[:index], node.start, f"{numbers} {self.max_bytes}"
                     )
         finally:
             if path:
                 path[-1].pins -= 1
 
-    # -- room -------------------------------------------------------------------
-
-    def _make_room(self, tokens: int, nbytes: int) -> bool:
-        """Evict the least recently used leaves until that much more fits."""
-        while not self._fits(tokens, nbytes):
-            leaves = [n for n in self._nodes() if not n.children and n.pins == 0]
-            if not leaves:
-                return False
-            self._evict(min(leaves, key=lambda node: node.last_used))
-        return True
-
-    def _fits(self, tokens: int, nbytes: int) -> bool:
-        bytes_fit = self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes
-        return bytes_fit and self.tokens + tokens <= self.max_kv_size
-
-    def _evict(self, node: _Node) -> None:
-        assert node.parent is not None
-        del node.parent.children[int(node.tokens[0])]
-        self.tokens -= len(node.tokens)
-        self.nbytes -= node.nbytes
-        self.entries -= 1
-        self.evictions += 1
-
-    def _warn_too_large(self, numbers: str) -> None:
+    def _too_large(self, key: StateKey, tokens: TokenRun, start: int, numbers: str) -> None:
+        self._forgotten.add(key, tokens, start, "too_large")
         if self.too_large == 0:
             logger.warning(
                 "State too large for the SessionBank is kept only in part (%s). "
@@ -375,20 +492,188 @@ class SessionBank:
             )
         self.too_large += 1
 
+    # -- buffers ----------------------------------------------------------------
+
+    def _move_out(self, nodes: list[Node]) -> None:
+        """Copy the rows of ``nodes``, all of one buffer, so that they leave it."""
+        for group in _adjacent(nodes):
+            first, last = group[0], group[-1]
+            start = first.view.start
+            end = last.view.start + len(last.view)
+            copied = first.view.buffer.copy(start, end)
+            for node in group:
+                at = node.view.start - start
+                self._set_rows(node, copied.slice(at, at + len(node.view)))
+
+    def _move_in(self, path: list[Node], rows: Callable[[int, int], Rows]) -> None:
+        """Let nodes be views of the running request's buffer, where that frees theirs."""
+        mine = set(path)
+        for node in path:
+            buffer = node.view.buffer
+            if self._ledger.is_running(buffer):
+                continue
+            if mine.issuperset(self._ledger.nodes(buffer)):
+                self._set_rows(node, rows(node.start, node.end))
+
+    def _set_rows(self, node: Node, rows: Rows) -> None:
+        self._ledger.detach(node)
+        node.rows = rows
+        self._ledger.attach(node)
+
+    def _give_back(self, buffer: Buffer, *, intact: bool, keep_buffer: bool) -> None:
+        if not intact:
+            for node in self._ledger.nodes(buffer):
+                if node.parent is not None:
+                    self._drop(node)
+        elif keep_buffer:
+            self._move_out(self._ledger.nodes(buffer))
+        self._ledger.rest(buffer)
+        self._save_waste(buffer)
+        self._recount()
+
+    def _save_waste(self, buffer: Buffer, least_bytes: int = _WASTE_BYTES) -> None:
+        """Copy what is held of a buffer that is mostly held for nothing."""
+        nodes = self._ledger.nodes(buffer)
+        if not nodes or self._ledger.is_running(buffer):
+            return
+        live = sum(node.view.nbytes for node in nodes)
+        waste = buffer.nbytes - live
+        if waste > max(_WASTE_SHARE * buffer.nbytes, least_bytes):
+            # For a moment both are held; the budget is not all of the memory.
+            self._move_out(nodes)
+
+    def _reserve(self, buffer: Buffer, nbytes: int) -> bool:
+        self._ledger.run(buffer, nbytes)
+        self._recount()
+        return self._make_room(0, 0)
+
+    # -- room -------------------------------------------------------------------
+
+    def _make_room(self, tokens: int, nbytes: int) -> bool:
+        """Give up what is worth least until that much more fits."""
+        while not self._fits(tokens, nbytes):
+            if not self._fits(0, nbytes) and self._thin():
+                continue
+            victim = self._victim()
+            if victim is None:
+                return False
+            self._evict(victim)
+        return True
+
+    def _fits(self, tokens: int, nbytes: int) -> bool:
+        self._recount()
+        bytes_fit = self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes
+        return bytes_fit and self.tokens + tokens <= self.max_kv_size
+
+    def _victim(self) -> Node | None:
+        leaves = [
+            node
+            for node in self._nodes()
+            if not node.children
+            and node.pins == 0
+            and not self._ledger.is_running(node.view.buffer)
+        ]
+        one_off = [node for node in leaves if node.uses == 0]
+        if sum(len(node.tokens) for node in one_off) > ONE_OFF_SHARE * self.tokens:
+            leaves = one_off
+        return min(leaves, key=lambda node: node.last_used, default=None)
+
+    def _evict(self, node: Node) -> None:
+        buffer = node.view.buffer
+        key = next(key for key, tree in self._trees.items() if tree.root is _root(node))
+        self._forgotten.add(key, node.prefix(), node.start, "evicted")
+        self._drop(node)
+        self.evictions += 1
+        self._save_waste(buffer, 0)
+
+    def _drop(self, node: Node) -> None:
+        """Take a node and all below it out of the tree."""
+        PrefixTree.remove(node)
+        gone = [node]
+        while gone:
+            below = gone.pop()
+            gone.extend(below.children.values())
+            self._ledger.detach(below)
+            self._snapshot_bytes -= sum(k.snapshot.nbytes for k in below.snapshots.values())
+            self.tokens -= len(below.tokens)
+            self.entries -= 1
+            below.parent = None
+
+    def _thin(self) -> bool:
+        """Drop the snapshot that saves the fewest tokens for its bytes, if any saves few.
+
+        Not the last one before the end of a run of prompts, nor where prompts part, nor
+        one that was ever used.
+        """
+        worst: tuple[float, Node, int] | None = None
+        for tree in self._trees.values():
+            stack = [(node, 0) for node in tree.root.children.values()]
+            while stack:
+                node, previous = stack.pop()
+                for index in sorted(node.snapshots):
+                    kept = node.snapshots[index]
+                    gap, previous = index - previous, index
+                    needed = index == node.end and len(node.children) != 1
+                    if needed or node.pins or kept.uses or gap > THIN_TOKENS:
+                        continue
+                    worth = gap / max(kept.snapshot.nbytes, 1)
+                    if worst is None or worth < worst[0]:
+                        worst = (worth, node, index)
+                stack.extend((child, previous) for child in node.children.values())
+        if worst is None:
+            return False
+        _, node, index = worst
+        self._snapshot_bytes -= node.snapshots.pop(index).snapshot.nbytes
+        self.thinned += 1
+        return True
+
     def clear(self) -> None:
-        """Forget everything that is not pinned."""
-        while leaves := [n for n in self._nodes() if not n.children and n.pins == 0]:
+        """Forget everything that is not pinned or in use."""
+        while leaves := [
+            node
+            for node in self._nodes()
+            if not node.children
+            and node.pins == 0
+            and not self._ledger.is_running(node.view.buffer)
+        ]:
             for leaf in leaves:
-                self._evict(leaf)
+                self._drop(leaf)
+        self._recount()
 
     # -- looking ----------------------------------------------------------------
 
-    def _nodes(self) -> Iterator[_Node]:
-        stack = [node for root in self._roots.values() for node in root.children.values()]
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            yield node
+    def read(
+        self, key: StateKey, token_ids: TokenIds, start: int, end: int
+    ) -> list[Rows] | None:
+        """Return views of rows ``[start, end)`` of a prompt, in order; None where the
+        bank has not all of them. Good until anything else is done with the bank."""
+        path, shared = self._walk(key, as_run(token_ids[:end]))
+        if shared < end:
+            return None
+        return [
+            node.view.slice(max(start - node.start, 0), min(end, node.end) - node.start)
+            for node in path
+            if node.end > start and node.start < end
+        ]
+
+    def snapshots(self, key: StateKey, token_ids: TokenIds) -> dict[int, Snapshot]:
+        """Return the snapshots held of a prompt, by index."""
+        path, shared = self._walk(key, as_run(token_ids))
+        return {
+            index: kept.snapshot
+            for node in path
+            for index, kept in node.snapshots.items()
+            if index <= shared
+        }
+
+    def _nodes(self) -> Iterator[Node]:
+        for tree in self._trees.values():
+            yield from tree
+
+    def _recount(self) -> None:
+        self._ledger.refresh()
+        self.nbytes = self._ledger.nbytes + self._snapshot_bytes
+        self.running_nbytes = self._ledger.running_nbytes
 
     def check(self) -> None:
         """Verify the invariants in the head of this file.
@@ -396,37 +681,67 @@ class SessionBank:
         Raises:
             AssertionError: One of them does not hold.
         """
-        tokens = nbytes = entries = 0
-        for node in self._nodes():
-            assert node.parent is not None
-            assert len(node.tokens) > 0
-            assert node.start == node.parent.end
-            assert node.parent.children[int(node.tokens[0])] is node
-            assert node.rows is not None
-            assert len(node.rows) == len(node.tokens)
-            assert all(node.start < index <= node.end for index in node.snapshots)
-            assert node.pins >= 0
-            tokens += len(node.tokens)
-            nbytes += node.nbytes
-            entries += 1
-        assert (tokens, nbytes, entries) == (self.tokens, self.nbytes, self.entries)
-        assert tokens <= self.max_kv_size
-        assert self.max_bytes is None or nbytes <= self.max_bytes
+        for tree in self._trees.values():
+            tree.check()
+        nodes = list(self._nodes())
+        self._ledger.check(nodes)
+        self._recount()
+        snapshots = sum(k.snapshot.nbytes for n in nodes for k in n.snapshots.values())
+        assert self._snapshot_bytes == snapshots
+        assert sum(len(node.tokens) for node in nodes) == self.tokens
+        assert len(nodes) == self.entries
+        assert self.tokens <= self.max_kv_size
+        if self.max_bytes is not None:
+            assert self.nbytes <= max(self.max_bytes, self.running_nbytes)
 
 
-def _run(token_ids: Sequence[int]) -> TokenRun:
-    return np.asarray(token_ids, dtype=np.int32)
+def _divergence(
+    path: list[Node], tokens: TokenRun, shared: int
+) -> tuple[int, Divergence | None]:
+    """Return how far the bank goes on from where the prompt leaves it, and where that is.
+
+    Of several ways it goes on the most recently used one counts.
+    """
+    if not path:
+        return 0, None
+    node = path[-1]
+    if node.end == shared and node.children:
+        node = max(node.children.values(), key=lambda child: child.last_used)
+    held = node.end
+    if held == shared or shared == len(tokens):
+        return shared, None
+    kept = int(node.tokens[shared - node.start])
+    while node.children:
+        node = max(node.children.values(), key=lambda child: child.last_used)
+        held = node.end
+    return held, Divergence(shared, kept, int(tokens[shared]))
 
 
-def _common_length(a: TokenRun, b: TokenRun) -> int:
-    n = min(len(a), len(b))
-    different = a[:n] != b[:n]
-    return int(different.argmax()) if different.any() else n
+def _adjacent(nodes: list[Node]) -> Iterator[list[Node]]:
+    """Group nodes of one buffer whose rows follow one another."""
+    group: list[Node] = []
+    for node in sorted(nodes, key=lambda node: node.view.start):
+        if group and node.view.start != group[-1].view.start + len(group[-1].view):
+            yield group
+            group = []
+        group.append(node)
+    if group:
+        yield group
 
 
-def _head(node: _Node, end: int) -> Rows:
+def _rows_behind(nodes: list[Node], length: int) -> int:
+    """Return how many of their rows lie behind index ``length`` of their sequence."""
+    return sum(max(node.end - max(node.start, length), 0) for node in nodes)
+
+
+def _root(node: Node) -> Node:
+    while node.parent is not None:
+        node = node.parent
+    return node
+
+
+def _head(node: Node, end: int) -> Rows:
     """Return the rows of ``node`` up to index ``end`` of the prompt."""
-    assert node.rows is not None
     if end >= node.end:
-        return node.rows
-    return node.rows.slice(0, end - node.start)
+        return node.view
+    return node.view.slice(0, end - node.start)

@@ -12,7 +12,13 @@ import mlx.nn as nn
 
 from mtplx.generation import restore_or_prefill_prompt_state
 from mtplx.models import Model
-from mtplx.types import GenerationRequest, Prompt, SamplingParams, TextDelta
+from mtplx.types import (
+    GenerationRequest,
+    PrefillProgress,
+    Prompt,
+    SamplingParams,
+    TextDelta,
+)
 from tests.tiny_models import chat_model
 
 GREEDY = SamplingParams(temperature=0)
@@ -27,12 +33,16 @@ class Client:
     events: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    progress: list[PrefillProgress] = field(default_factory=list)
 
     def __call__(self, event):
         self.events.put(event)
 
     def next(self):
         event = self.events.get(timeout=TIMEOUT_S)
+        while isinstance(event, PrefillProgress):
+            self.progress.append(event)
+            event = self.events.get(timeout=TIMEOUT_S)
         if isinstance(event, TextDelta):
             self.tokens += event.token_ids
             self.text += event.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import mlx.core as mx
@@ -14,10 +15,11 @@ from mtplx.types import SamplingParams
 LOGITS = mx.log(mx.array([0.5, 0.25, 0.15, 0.1]))
 
 
-def drawn(logits=LOGITS, *, prompt=(), generated=(), draws=400, **settings):
+def drawn(logits=LOGITS, *, prompt=(), generated=(), allowed=None, draws=400, **settings):
     """Return how often each token is drawn."""
     sampler = Sampler(SamplingParams(seed=1, **settings), prompt)
-    return Counter(sampler.draw(logits, generated).item() for _ in range(draws))
+    mask = None if allowed is None else mx.array([token in allowed for token in range(4)])
+    return Counter(sampler.draw(logits, generated, mask).item() for _ in range(draws))
 
 
 def test_temperature_0_takes_the_most_likely():
@@ -80,9 +82,55 @@ def test_presence_and_frequency_do_not_count_the_prompt_and_repetition_does():
     assert set(drawn(logits, prompt=[0], temperature=0, repetition_penalty=1.5)) == {1}
 
 
+def test_a_bias_forbids_or_forces():
+    assert set(drawn(logit_bias=((0, -100.0), (1, -100.0)))) == {2, 3}
+    assert set(drawn(logit_bias=((3, 100.0),))) == {3}
+    assert set(drawn(temperature=0, logit_bias=((3, 100.0),))) == {3}
+
+
+def test_a_bias_multiplies_the_odds():
+    """Twice as likely as before, against the others: 0.2 of 1.1."""
+    counts = drawn(draws=800, logit_bias=((3, math.log(2)),))
+    assert abs(counts[3] / 800 - 0.2 / 1.1) < 0.05
+
+
+def test_a_bias_comes_before_penalties_and_temperature():
+    logits = mx.array([0.0, 3.0, -9.0, -9.0])
+    # Biased to 4 and halved, token 0 is below 3; 4 added to a halved 0 would be above.
+    halved = {"repetition_penalty": 2.0, "temperature": 0}
+    assert set(drawn(logits, prompt=[0], logit_bias=((0, 4.0),), **halved)) == {1}
+    # Equal after the bias, so equally likely at any temperature.
+    counts = drawn(logits, draws=400, temperature=0.1, logit_bias=((0, 3.0),))
+    assert abs(counts[0] / 400 - 0.5) < 0.1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0},
+        {"top_k": 1},
+        {"top_p": 0.1},
+        {"min_p": 1.0},
+        {"top_k": 1, "top_p": 0.1, "min_p": 0.5},
+    ],
+)
+def test_filters_see_what_is_allowed_only(settings):
+    """Alone, each of these filters keeps nothing but token 0."""
+    assert set(drawn(allowed={2}, draws=50, **settings)) == {2}
+    assert set(drawn(allowed={2, 3}, draws=50, **settings)) <= {2, 3}
+
+
+def test_neither_bias_nor_penalty_brings_back_what_is_forbidden():
+    pushed = {"logit_bias": ((0, 100.0),), "presence_penalty": -100.0}
+    assert set(drawn(generated=[0], allowed={1, 3}, **pushed)) == {1, 3}
+
+
 def test_the_logits_stay_as_they_were():
     logits = mx.array([1.0, 0.9, 0.0, 0.0])
-    drawn(logits, prompt=[0], generated=[1], repetition_penalty=2.0, presence_penalty=1.0)
+    more = {"logit_bias": ((2, 5.0),), "allowed": {2, 3}}
+    penalties = {"repetition_penalty": 2.0, "presence_penalty": 1.0}
+    drawn(logits, prompt=[0], generated=[1], **penalties, **more)
     assert logits.tolist() == pytest.approx([1.0, 0.9, 0.0, 0.0])
 
 

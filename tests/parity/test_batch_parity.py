@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mtplx.models.batch import BatchDecoder
-from mtplx.models.cache import PromptCache, copy_rows, restore_cache, take_snapshot
+from mtplx.models.cache import PromptCache, restore_cache, take_snapshot
 from mtplx.models.model import Model
 from tests.tiny_models import CONFIGS, WINDOW, make_network, prompt_ids, tiny_model
 
@@ -96,7 +96,7 @@ def test_a_cache_is_an_ordinary_one_afterwards(model_type):
         restored = restore_cache(
             model.new_cache().layers,
             cache.offset,
-            [copy_rows(cache, 0, cache.offset)],
+            [cache.buffer.copy(0, cache.offset)],
             take_snapshot(cache),
             room=WINDOW,
         )

@@ -13,7 +13,7 @@ import pytest
 from mtplx.generation import PromptPrefill, restore_or_prefill_prompt_state
 from mtplx.models import Model
 from mtplx.models.batch import BatchDecoder, SharedSpan
-from mtplx.models.cache import PromptCache, copy_rows, restore_cache, take_snapshot
+from mtplx.models.cache import PromptCache, restore_cache, take_snapshot
 from mtplx.session import SessionBank
 from mtplx.types import Prompt
 from tests.tiny_models import (
@@ -180,7 +180,7 @@ def test_state_copied_between_shared_spans_is_the_state_there(model_type):
         restored = restore_cache(
             model.new_cache().layers,
             end,
-            [copy_rows(cache, 0, end)],
+            [cache.buffer.copy(0, end)],
             take_snapshot(cache),
             room=WINDOW,
         )

@@ -1,0 +1,83 @@
+"""How much memory KV state may take, and what a first span says about the model.
+
+An allocation that cannot be had ends the process, on Metal and on the CPU backend alike,
+so memory is admitted by arithmetic before anything is computed. What a span needs
+besides its state differs widely between architectures: it is measured at start, not
+assumed. Engine thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import mlx.core as mx
+
+from mtplx.backend import available_memory_bytes, memory_bytes
+from mtplx.models import Model
+
+logger = logging.getLogger(__name__)
+
+SHARE = 0.8
+"""Share of the memory that weights, state and work together may take."""
+
+LEAST_BYTES = 64 * 1024**2
+"""Below this no budget makes sense; less is left where a model hardly fits at all."""
+
+_TRIAL_TOKENS = 64
+
+
+def warm_up(model: Model, window: int) -> tuple[int, float]:
+    """Run a span and a token, twice: MLX compiles kernels when they are first used, which
+    takes a second that no user should wait for.
+
+    Returns:
+        Bytes that a span of ``window`` tokens needs besides weights and state, in
+        proportion to the trial, and seconds that each of its tokens took.
+    """
+    work_bytes, token_s = 0, 0.0
+    try:
+        for _ in range(2):
+            cache = model.new_cache()
+            held_bytes = mx.get_active_memory()
+            mx.reset_peak_memory()
+            begin_s = time.perf_counter()
+            model.prefill(cache, [0] * _TRIAL_TOKENS)
+            token_s = (time.perf_counter() - begin_s) / _TRIAL_TOKENS
+            work_bytes = mx.get_peak_memory() - held_bytes - cache.nbytes
+            model.decode(cache, 0, token_ids=(0,))
+    except Exception:
+        # What is wrong will show, and be told, when a request needs it.
+        logger.warning("The model failed on a first span of zeros", exc_info=True)
+    return max(work_bytes, 0) * -(-window // _TRIAL_TOKENS), token_s
+
+
+def default_kv_bytes(model: Model, work_bytes: int) -> int:
+    """Return what is left for KV state, and say how it came about.
+
+    Args:
+        model: Its weights are in memory.
+        work_bytes: What a span needs.
+    """
+    total = memory_bytes(model.device)
+    weights = mx.get_active_memory()
+    free = min(int(SHARE * total) - weights, int(SHARE * available_memory_bytes()))
+    budget = max(free - work_bytes, LEAST_BYTES)
+    row_bytes = model.state_size.row_bytes
+    tokens = f", about {budget // row_bytes:,} tokens" if row_bytes else ""
+    logger.info(
+        "KV budget: %s%s. That is what is left of %s of memory (x %s, less %s of weights; "
+        "%s are free) beside the %s that a span needs. --kv-bytes sets another.",
+        _gib(budget),
+        tokens,
+        _gib(total),
+        SHARE,
+        _gib(weights),
+        _gib(available_memory_bytes()),
+        _gib(work_bytes),
+    )
+    return budget
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 1024**3:.2f} GiB"
