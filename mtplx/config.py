@@ -111,7 +111,9 @@ class Settings(BaseModel):
         32 * 1024 * 1024, ge=1024, description="Largest request body, in bytes."
     )
     api_key: str | None = Field(
-        None, description="Keys that clients must send, separated by commas."
+        None,
+        repr=False,
+        description="Keys that clients must send, separated by commas.",
     )
     api_key_file: str | None = Field(None, description="File with a key on each line.")
     auth: bool = Field(
@@ -122,6 +124,10 @@ class Settings(BaseModel):
     )
     sse_keepalive: Literal["comment", "event", "off"] = Field(
         "comment", description="What a silent stream sends: comment, event or off."
+    )
+    normalize_billing_header: bool = Field(
+        True,
+        description="Set the changing value in Claude Code's billing header to zeros.",
     )
     log_prompts: bool = Field(False, description="Write prompts and answers to the log.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
@@ -185,8 +191,10 @@ def read_configuration(
                 f"Known settings: {', '.join(Settings.model_fields)}."
             ) from None
         hint = Settings.model_fields[name].description
+        # Secrets are not shown.
+        shown = repr(values[name]) if Settings.model_fields[name].repr else "what it is"
         raise ConfigError(
-            f"Setting {name!r} from the {where} cannot be {values[name]!r}: "
+            f"Setting {name!r} from the {where} cannot be {shown}: "
             f"{first['msg']}. It means: {hint}"
         ) from None
 

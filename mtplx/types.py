@@ -26,8 +26,10 @@ Progress = Callable[[str, float | None], None]
 class SamplingParams:
     """How the next token is chosen.
 
-    Temperature scales the logits first; then ``top_k``, ``top_p`` and ``min_p`` each
-    remove tokens; one of the rest is drawn. Temperature 0 takes the most likely token.
+    The bias is added to the logits first; then come the penalties, a grammar removes
+    what it forbids, and temperature scales the rest. ``top_k``, ``top_p`` and ``min_p``
+    each remove tokens of these; one of those left is drawn. Temperature 0 takes the most
+    likely token.
 
     Attributes:
         temperature: 0 or more.
@@ -64,11 +66,15 @@ class Prompt:
             the plan where the model's state cannot be cut later.
         stable_prefix_len: Length of the longest prefix that the next turn of this
             conversation is sure to begin with; 0 when unknown.
+        text: What was tokenized, special tokens written out; empty where there was none.
+        edge_chars: Where in ``text`` the edges are.
     """
 
     token_ids: tuple[int, ...]
     edges: tuple[int, ...] = ()
     stable_prefix_len: int = 0
+    text: str = field(default="", repr=False, compare=False)
+    edge_chars: tuple[int, ...] = field(default=(), repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """How likely a token was, by the model alone: before temperature and filters.
+    """How likely a token was, by the model alone: before all that ``SamplingParams`` and
+    a grammar do to it.
 
     Attributes:
         token_id: The token.
@@ -215,6 +222,36 @@ class HostState:
 
 
 @dataclass(frozen=True)
+class PrefillForecast:
+    """What reading a prompt would take now. Nothing was read, restored or pinned for it.
+
+    Attributes:
+        prompt_tokens: Length of the prompt.
+        memory_tokens: Tokens whose state would be restored from memory.
+        disk_tokens: Tokens after these that would be restored from disk.
+        miss_reason: Why no more would be, as in ``PrefillMetrics``.
+        spans: ``(start, end)`` of what would be computed, were no other request there.
+        edges: Mandatory edges: where a span must end.
+        snapshots: Where state would be kept that cannot be cut later.
+        kv_bytes: Bytes of the state of the whole prompt.
+        seconds: Expected for restoring and computing, were no other request there; None
+            before anything was measured.
+        seconds_error: Share by which such an expectation is usually off; None as above.
+    """
+
+    prompt_tokens: int
+    memory_tokens: int
+    disk_tokens: int
+    miss_reason: str | None
+    spans: tuple[tuple[int, int], ...]
+    edges: tuple[int, ...]
+    snapshots: tuple[int, ...]
+    kv_bytes: int
+    seconds: float | None
+    seconds_error: float | None
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """What the server tells about the loaded model.
 
@@ -242,6 +279,10 @@ class ModelInfo:
     created: int
 
 
+ITL_BOUNDS_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+"""Where gaps between tokens are counted, in seconds, ascending."""
+
+
 @dataclass(frozen=True)
 class ItlSummary:
     """Gaps between tokens over all streams of an engine. ``p50_s`` and ``p99_s`` are of
@@ -251,6 +292,9 @@ class ItlSummary:
         gaps: How many were recorded.
         target_s: The latest target, None where there is none.
         misses: Gaps longer than the target of their moment.
+        total_s: Of all gaps together.
+        within: How many were no longer than each of ``ITL_BOUNDS_S``; empty where that
+            was not counted.
     """
 
     gaps: int = 0
@@ -259,6 +303,48 @@ class ItlSummary:
     p99_s: float | None = None
     worst_s: float | None = None
     misses: int = 0
+    total_s: float = 0.0
+    within: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class DiskStats:
+    """A moment of the disk tier. Counts are since it was opened, where not said.
+
+    Attributes:
+        bytes: All that is in the folder now.
+        files: Files with state, rows and snapshots, in the folder now.
+        segments: Runs of tokens in the folder now.
+        queue_bytes: State waiting to be written now.
+        hits: Fetches that restored something.
+        misses: Fetches that restored nothing.
+        restored_tokens: Tokens that fetches restored.
+        bytes_read: By fetches.
+        bytes_written: State written.
+        bytes_written_today: State written in the last 24 hours, by earlier processes
+            too.
+        dropped: Pieces that were not written, by reason: ``queue_full``,
+            ``daily_budget``, ``disk_full``, ``write_error``, ``too_large``, ``stale``
+            (what it continues is no longer there) or ``closed``.
+        quarantined: Files found bad and set aside.
+        evicted: Segments removed to make room.
+        orphans: Files without an entry that were removed when the folder was opened.
+    """
+
+    bytes: int
+    files: int
+    segments: int
+    queue_bytes: int
+    hits: int
+    misses: int
+    restored_tokens: int
+    bytes_read: int
+    bytes_written: int
+    bytes_written_today: int
+    dropped: Mapping[str, int]
+    quarantined: int
+    evicted: int
+    orphans: int
 
 
 @dataclass(frozen=True)
@@ -279,7 +365,15 @@ class EngineStatus:
         step_cost: What a step is expected to cost, in seconds, as learned so far.
         bank_tokens, bank_bytes, bank_entries: What the SessionBank holds.
         bank_evictions: Nodes removed to make room, so far.
+        bank_thinned: Snapshots removed to make room, so far.
+        bank_too_large: Times that state was not kept because it did not fit.
+        cache_misses: How often each reason for not restoring more occurred.
+        kv_limit_bytes: Most bytes of KV state; None without a limit.
+        kv_running_bytes: Of ``bank_bytes`` those that running requests hold.
         pinned: Leases that running requests hold in the bank.
+        step_error: How far steps are from what was expected of them: the median over
+            recent ones of abs(measured / expected - 1); None before the first.
+        disk: The disk tier; None where there is none.
     """
 
     alive: bool
@@ -296,4 +390,11 @@ class EngineStatus:
     bank_bytes: int = 0
     bank_entries: int = 0
     bank_evictions: int = 0
+    bank_thinned: int = 0
+    bank_too_large: int = 0
+    cache_misses: dict[str, int] = field(default_factory=dict)
+    kv_limit_bytes: int | None = None
+    kv_running_bytes: int = 0
     pinned: int = 0
+    step_error: float | None = None
+    disk: DiskStats | None = None

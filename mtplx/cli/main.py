@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from mtplx import __version__
-from mtplx.cli import bench, plan, serve, simulate
+from mtplx.cli import bench, cache, plan, serve, simulate
 from mtplx.errors import MtplxError
 
 app = typer.Typer(
@@ -34,6 +34,7 @@ bench_app.command("prefill-ladder", help="The same as `mtplx prefill-bench`.")(
     bench.prefill_bench
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(cache.app, name="cache")
 
 
 def _version(wanted: bool) -> None:

@@ -6,10 +6,9 @@ nothing, so that what is shown is the decision of the very code that serves.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -27,13 +26,12 @@ from mtplx.cli.options import (
     TailGrid,
     configure,
 )
-from mtplx.errors import ConfigError
+from mtplx.cli.prompts import read_prompt
 from mtplx.types import Prompt, StateKey
 
 if TYPE_CHECKING:
     from mtplx.generation import PrefillPlan
     from mtplx.session import Match, SessionBank
-    from mtplx.text.tokenizer import Tokenizer
 
 
 def plan(
@@ -90,9 +88,9 @@ def plan(
         )
 
     for earlier in after or []:
-        rendered = _render(earlier, tokenizer)
+        rendered = read_prompt(earlier, tokenizer)
         _pretend_to_store(bank, loaded.state_key, rendered, planned(rendered)[1])
-    rendered = _render(prompt, tokenizer)
+    rendered = read_prompt(prompt, tokenizer)
     match, decided = planned(rendered)
     _show(rendered, match, decided, loaded.name)
 
@@ -128,25 +126,6 @@ def _pretend_to_store(
         lambda start, end: _Weightless(end - start),
         {index: _Weightless() for index in decided.snapshots},
     )
-
-
-def _render(path: Path, tokenizer: Tokenizer) -> Prompt:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The prompt {path} cannot be read: {error}") from None
-    if path.suffix != ".json":
-        return tokenizer.render_text(text)
-    try:
-        body: Any = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    messages = body.get("messages") if isinstance(body, dict) else body
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise ConfigError(
-            f"{path} must hold a list of messages, or an object with `messages`."
-        )
-    return tokenizer.render_chat(messages)
 
 
 def _show(prompt: Prompt, match: Match, decided: PrefillPlan, model_name: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Annotated
 
 from mtplx.cli.loading import load_model, loading_progress
@@ -18,6 +20,9 @@ from mtplx.cli.options import (
     console,
     flag,
 )
+from mtplx.cli.prompts import read_pinned
+
+logger = logging.getLogger(__name__)
 
 
 def serve(
@@ -54,6 +59,9 @@ def serve(
     auth: Annotated[bool | None, flag("auth")] = None,
     cors_origins: Annotated[str | None, flag("cors_origins")] = None,
     sse_keepalive: Annotated[str | None, flag("sse_keepalive")] = None,
+    normalize_billing_header: Annotated[
+        bool | None, flag("normalize_billing_header")
+    ] = None,
     log_prompts: Annotated[bool | None, flag("log_prompts")] = None,
     log_level: LogLevel = None,
     config: ConfigFile = None,
@@ -90,6 +98,7 @@ def serve(
         auth=auth,
         cors_origins=cors_origins,
         sse_keepalive=sse_keepalive,
+        normalize_billing_header=normalize_billing_header,
         log_prompts=log_prompts,
         log_level=log_level,
     )
@@ -97,18 +106,38 @@ def serve(
 
     from mtplx.engine import Engine
     from mtplx.server.app import build_app
+    from mtplx.server.auth import check_binding, read_keys
+    from mtplx.server.origins import read_origins
     from mtplx.server.run import reserve
     from mtplx.server.run import serve as run
     from mtplx.session import SessionBank
+    from mtplx.session.disk import DiskTier
 
+    # Mistakes are told before a model is loaded.
+    read_origins(settings)
+    keys = read_keys(settings)
     port_socket = reserve(settings.host, settings.port)
+    check_binding(port_socket.getsockname()[0], keys, settings)
+    tier = None
+    if settings.kv_disk is not None:
+        tier = DiskTier(
+            Path(settings.kv_disk).expanduser(),
+            max_bytes=settings.kv_disk_bytes,
+            daily_write_bytes=settings.kv_disk_daily_bytes,
+        )
     with loading_progress() as progress:
         engine = Engine(
             lambda: load_model(settings, progress),
             SessionBank(settings.max_kv_size, max_bytes=settings.kv_bytes),
             settings,
+            tier,
         )
         engine.start()
+        if settings.pin_prompt is not None:
+            prompt = read_pinned(Path(settings.pin_prompt), engine.tokenizer)
+            logger.info(
+                "%d tokens of %s are pinned", engine.pin(prompt), settings.pin_prompt
+            )
     info = engine.info
 
     def started(url: str) -> None:

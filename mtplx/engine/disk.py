@@ -27,9 +27,9 @@ from mtplx.models.host import (
     snapshot_to_host,
 )
 from mtplx.session import SessionBank
-from mtplx.session.disk import DiskStats, DiskTier, Fetched, FetchedPiece, Piece
+from mtplx.session.disk import DiskTier, Fetched, FetchedPiece, Piece
 from mtplx.session.state import TokenRun
-from mtplx.types import StateKey
+from mtplx.types import DiskStats, StateKey
 
 logger = logging.getLogger(__name__)
 
@@ -198,14 +198,16 @@ class DiskWork:
             piece = outgoing.pieces.popleft()
             views = self._bank.read(key, tokens, piece.start, piece.end)
             taken = {i: snapshots[i] for i in piece.snapshots if i in snapshots}
-            # What was evicted meanwhile ends it: the rest could not be reached.
-            if views is None or not self._tier.put(
-                key,
-                tokens,
-                piece,
-                rows_to_host(cast(list[KVRows], views)) if views else None,
-                {i: snapshot_to_host(cast(LayerSnapshot, s)) for i, s in taken.items()},
-            ):
+            if views is None:
+                # Evicted meanwhile; what comes behind it could not be reached.
                 outgoing.pieces.clear()
+            else:
+                self._tier.put(
+                    key,
+                    tokens,
+                    piece,
+                    rows_to_host(cast(list[KVRows], views)) if views else None,
+                    {i: snapshot_to_host(cast(LayerSnapshot, s)) for i, s in taken.items()},
+                )
         if not outgoing.pieces:
             self._outgoing.popleft()

@@ -284,7 +284,9 @@ class Engine:
             command = self._inbox.get()
             if isinstance(command, _Submit):
                 command.on_event(Failed(gone))
-            elif isinstance(command, _Ask) and not command.answer.cancel():
+            elif (
+                isinstance(command, _Ask) and command.answer.set_running_or_notify_cancel()
+            ):
                 command.answer.set_exception(gone)
         # MLX runs this thread's work on a thread of its own, which must not outlive it:
         # it would abort the process at its exit.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -100,6 +101,14 @@ class RunningRequest:
             state_tokens=state_tokens,
             score=None if self._prompt_scores is None else self._prompt_scores.add,
         )
+
+        clock = self.prefill.clock
+        if (parting := clock.divergence) is not None:
+            clock.divergence = replace(
+                parting,
+                kept_text=tokenizer.token_text(parting.kept_token),
+                sent_text=tokenizer.token_text(parting.sent_token),
+            )
 
     @property
     def token_ids(self) -> tuple[int, ...]:

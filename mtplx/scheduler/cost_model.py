@@ -196,9 +196,10 @@ class CostModel:
     def error(self) -> float | None:
         """How far steps with spans usually are from their prediction: the median of
         ``abs(measured / predicted - 1)`` over recent ones; None before the first."""
-        if not self._ratios:
+        ratios = list(self._ratios)  # Other threads ask, too.
+        if not ratios:
             return None
-        return percentile(sorted(abs(ratio - 1) for ratio in self._ratios), 0.5)
+        return percentile(sorted(abs(ratio - 1) for ratio in ratios), 0.5)
 
     @property
     def margin(self) -> float:

@@ -7,10 +7,12 @@ to the thread that sends the tokens, which measures the gaps; the summary is a v
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 
-from mtplx.types import ItlSummary
+from mtplx.types import ITL_BOUNDS_S, ItlSummary
 
 
 class ItlRecorder:
@@ -22,11 +24,15 @@ class ItlRecorder:
         self._misses = 0
         self._worst_s: float | None = None
         self._target_s: float | None = None
+        self._total_s = 0.0
+        self._counts = [0] * (len(ITL_BOUNDS_S) + 1)
 
     def record(self, gap_s: float, target_s: float | None) -> None:
         """Record one gap, and the target that was in force."""
         self._recent.append(gap_s)
         self._gaps += 1
+        self._total_s += gap_s
+        self._counts[bisect_left(ITL_BOUNDS_S, gap_s)] += 1
         self._target_s = target_s
         self._worst_s = gap_s if self._worst_s is None else max(self._worst_s, gap_s)
         if target_s is not None and gap_s > target_s:
@@ -42,6 +48,8 @@ class ItlRecorder:
             p99_s=percentile(ordered, 0.99) if ordered else None,
             worst_s=self._worst_s,
             misses=self._misses,
+            total_s=self._total_s,
+            within=tuple(accumulate(self._counts[:-1])),
         )
 
 

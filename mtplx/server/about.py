@@ -1,16 +1,47 @@
 """``GET /v1/models`` and ``GET /health``: what is served, and how it is.
 
-Both read values that need no engine thread, so they answer during a prefill.
+Both read values that need no engine thread, so they answer during a prefill. Secrets are
+never shown. Runs on the event loop.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
 
 from mtplx import __version__
-from mtplx.server.responses import Health, Model, ModelList
+from mtplx.server.access import RequestRecord
+from mtplx.server.errors import ErrorBody
+from mtplx.server.responses import Health, Model, ModelList, Setting, dump
 from mtplx.server.service import Service
+
+_SECRET_SETTINGS = frozenset({"api_key"})
+_REDACTED = "(not shown)"
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    """Add the routes that only read, for GET and HEAD."""
+
+    async def list_models() -> Response:
+        """List the served models."""
+        return _json(model_list(service))
+
+    async def get_model(name: str) -> Response:
+        """Describe one model."""
+        return _json(model(service, name))
+
+    async def get_health(request: Request) -> Response:
+        """Tell the state of the server, with its settings and where each came from."""
+        status, body = health(service, stranger=RequestRecord.of(request).stranger)
+        return _json(body, status)
+
+    _read(app, "/v1/models", list_models, ModelList)
+    _read(app, "/v1/models/{name:path}", get_model, Model, {404: {"model": ErrorBody}})
+    _read(app, "/health", get_health, Health, {503: {"model": Health}})
 
 
 def model_list(service: Service) -> ModelList:
@@ -24,24 +55,33 @@ def model(service: Service, name: str) -> Model:
     return _model(service)
 
 
-def health(service: Service) -> tuple[HTTPStatus, Health]:
-    """Return the state of the server: 200, or 503 when the engine is not alive."""
-    status = service.engine.status()
-    values = service.configuration.settings.model_dump(mode="json")
-    sources = service.configuration.sources
-    return (
-        HTTPStatus.OK if status.alive else HTTPStatus.SERVICE_UNAVAILABLE,
-        {
-            "status": "ok" if status.alive else "unavailable",
+def health(service: Service, *, stranger: bool = False) -> tuple[HTTPStatus, Health]:
+    """Return the state of the server: 200, or 503 when the engine is not alive.
+
+    Args:
+        service: What is served.
+        stranger: Who asks has no key and should have one: only the status is told.
+    """
+    engine = service.engine.status()
+    status = HTTPStatus.OK if engine.alive else HTTPStatus.SERVICE_UNAVAILABLE
+    body: Health = {"status": "ok" if engine.alive else "unavailable"}
+    if not stranger:
+        body |= {
             "version": __version__,
             "model": asdict(service.info),
-            "engine": asdict(status),
-            "settings": {
-                name: {"value": value, "source": sources[name]}
-                for name, value in values.items()
-            },
-        },
-    )
+            "engine": asdict(engine),
+            "settings": _settings(service),
+        }
+    return status, body
+
+
+def _settings(service: Service) -> dict[str, Setting]:
+    values = service.configuration.settings.model_dump(mode="json")
+    for name in _SECRET_SETTINGS:
+        if values[name] is not None:
+            values[name] = _REDACTED
+    sources = service.configuration.sources
+    return {name: {"value": values[name], "source": sources[name]} for name in values}
 
 
 def _model(service: Service) -> Model:
@@ -54,3 +94,18 @@ def _model(service: Service) -> Model:
         "context_length": info.context_length,
         "max_model_len": info.context_length,
     }
+
+
+def _read(
+    app: FastAPI,
+    path: str,
+    endpoint: Callable[..., Awaitable[Response]],
+    shape: Any,
+    others: dict[int | str, dict[str, Any]] | None = None,
+) -> None:
+    app.get(path, response_model=shape, responses=others)(endpoint)
+    app.head(path, include_in_schema=False)(endpoint)
+
+
+def _json(body: Mapping[str, Any], status: int = HTTPStatus.OK) -> Response:
+    return Response(dump(body), status, media_type="application/json")

@@ -1,4 +1,4 @@
-"""The application: routes, error handlers, and the OpenAPI document.
+"""The application: which routes there are, and what every request passes through.
 
 ``build_app`` takes everything from outside and reads no environment; ``run.py`` puts
 the application on a port. Runs on the event loop.
@@ -6,42 +6,53 @@ the application on a port. Runs on the event loop.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from mtplx import __version__
 from mtplx.config import Configuration
 from mtplx.errors import MtplxError
-from mtplx.server import about
-from mtplx.server.access import AccessMiddleware
-from mtplx.server.chat import create_chat_completion
-from mtplx.server.completions import create_completion
-from mtplx.server.errors import (
-    TABLE,
-    ErrorBody,
-    error_body,
-    error_headers,
-    http_error_body,
-    row_of,
+from mtplx.server import (
+    about,
+    chat,
+    completions,
+    messages,
+    metrics,
+    prefill,
+    tokenize,
 )
+from mtplx.server.access import AccessMiddleware, error_answer
+from mtplx.server.auth import AuthMiddleware, read_keys
+from mtplx.server.chat_body import ChatBody
+from mtplx.server.completion_body import CompletionBody
+from mtplx.server.errors import http_error_body
 from mtplx.server.handle import Generations
 from mtplx.server.interfaces import EngineClient, PromptRenderer
-from mtplx.server.requests import ChatBody, CompletionBody
-from mtplx.server.responses import ChatCompletion, Health, ModelList, TextCompletion, dump
-from mtplx.server.responses import Model as ModelShape
+from mtplx.server.metrics import Metrics
+from mtplx.server.openapi import Application
+from mtplx.server.origins import OriginMiddleware, read_origins
+from mtplx.server.responses import json_response
+from mtplx.server.responses_api import routes as responses_api
+from mtplx.server.responses_api.body import ResponseBody
 from mtplx.server.service import Service
 from mtplx.types import ModelInfo
 
-_SCHEMAS = "#/components/schemas/"
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody}
-    for status in sorted({row.status for row in TABLE.values()})
-}
+ROUTES = (chat, completions, responses_api, messages, tokenize, prefill, about)
+"""Modules with ``add_routes(app, service)``."""
+
+BODIES = (
+    ChatBody,
+    CompletionBody,
+    ResponseBody,
+    messages.MessagesBody,
+    messages.CountTokensBody,
+    tokenize.TokenizeBody,
+    tokenize.TokenizeChatBody,
+    tokenize.DetokenizeBody,
+)
+"""What the routes read, for the OpenAPI document and the table of fields."""
 
 
 def build_app(
@@ -58,76 +69,45 @@ def build_app(
         tokenizer: Renders prompts, off the event loop.
         info: What clients are told about the model.
         configuration: The effective settings, shown in ``/health``.
+
+    Raises:
+        ConfigError: The keys or the origins cannot be used.
     """
+    settings = configuration.settings
+    keys = read_keys(settings)
+    counted = Metrics(engine, info)
     service = Service(engine, tokenizer, info, configuration, Generations(engine))
-    # By default FastAPI exports traces when the environment of the process says so.
-    app = _Application(
-        title="MTPLX", version=__version__, telemetry={"auto_configure": False}
+    # FastAPI's pages of documentation load scripts from elsewhere, and by default it
+    # exports traces when the environment of the process says so.
+    app = Application(
+        title="MTPLX",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        telemetry={"auto_configure": False},
     )
+    app.bodies = BODIES
     app.state.generations = service.generations
-    app.add_middleware(AccessMiddleware)
+    # The last one added is the outermost.
+    app.add_middleware(AuthMiddleware, keys=keys)
+    app.add_middleware(
+        OriginMiddleware,
+        allowed=read_origins(settings),
+        keyless=not len(keys),
+        any_host=not settings.auth,
+    )
+    app.add_middleware(AccessMiddleware, on_end=counted.observe)
     app.add_exception_handler(MtplxError, _on_mtplx_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    _add_generating_routes(app, service)
-    _add_reading_routes(app, service)
+    for module in ROUTES:
+        module.add_routes(app, service)
+    metrics.add_routes(app, counted)
     return app
-
-
-def _add_generating_routes(app: FastAPI, service: Service) -> None:
-    @app.post(
-        "/v1/chat/completions",
-        response_model=ChatCompletion,
-        responses=_ERRORS,
-        openapi_extra=_takes("ChatBody"),
-    )
-    async def chat_completions(request: Request) -> Response:
-        """Answer a chat; with `stream` as server-sent events."""
-        return await create_chat_completion(service, request)
-
-    @app.post(
-        "/v1/completions",
-        response_model=TextCompletion,
-        responses=_ERRORS,
-        openapi_extra=_takes("CompletionBody"),
-    )
-    async def completions(request: Request) -> Response:
-        """Continue a text; with `stream` as server-sent events."""
-        return await create_completion(service, request)
-
-
-def _add_reading_routes(app: FastAPI, service: Service) -> None:
-    async def models() -> Response:
-        """List the served models."""
-        return _json(about.model_list(service))
-
-    async def model(name: str) -> Response:
-        """Describe one model."""
-        return _json(about.model(service, name))
-
-    async def health() -> Response:
-        """Tell the state of the server, with its settings and where each came from."""
-        status, body = about.health(service)
-        return _json(body, status)
-
-    _read(app, "/v1/models", models, ModelList)
-    _read(app, "/v1/models/{name:path}", model, ModelShape, {404: {"model": ErrorBody}})
-    _read(app, "/health", health, Health, {503: {"model": Health}})
-
-
-def _read(
-    app: FastAPI,
-    path: str,
-    endpoint: Callable[..., Awaitable[Response]],
-    shape: Any,
-    others: dict[int | str, dict[str, Any]] | None = None,
-) -> None:
-    app.get(path, response_model=shape, responses=others)(endpoint)
-    app.head(path, include_in_schema=False)(endpoint)
 
 
 async def _on_mtplx_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, MtplxError)
-    return _json(error_body(error), row_of(error).status, error_headers(error))
+    return error_answer(request.scope, error)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -139,29 +119,4 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message, code = f"Wrong method: {where}. See /openapi.json.", "method_not_allowed"
     body = http_error_body(error.status_code, message, code)
-    return _json(body, error.status_code, error.headers)
-
-
-def _json(
-    body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    return Response(dump(body), status, headers, media_type="application/json")
-
-
-def _takes(schema: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": _SCHEMAS + schema}}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-class _Application(FastAPI):
-    """FastAPI whose document also describes the bodies that the routes read."""
-
-    def openapi(self) -> dict[str, Any]:
-        if self.openapi_schema is None:
-            document = super().openapi()
-            _, bodies = models_json_schema(
-                [(ChatBody, "validation"), (CompletionBody, "validation")],
-                ref_template=_SCHEMAS + "{model}",
-            )
-            document["components"]["schemas"].update(bodies["$defs"])
-        return super().openapi()
+    return json_response(body, error.status_code, error.headers)

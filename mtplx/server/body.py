@@ -1,13 +1,15 @@
 """Reading a request body: size, JSON, and the model it must match.
 
 The route reads its own body, so that a body above the limit is refused while it
-arrives, at most the limit is ever held, and each error names its field. What is left
-of a refused body is discarded by the HTTP layer; the connection stays usable.
+arrives, at most the limit is ever held, a client that sends it too slowly is not waited
+for, and each error names its field. What is left of a refused body is discarded by the
+HTTP layer; the connection stays usable.
 Runs on the event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any, TypeVar
 
@@ -15,21 +17,48 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
-from mtplx.errors import InvalidRequestError, RequestTooLargeError, UnsupportedFieldError
+from mtplx.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    RequestTooLargeError,
+    UnsupportedFieldError,
+)
 from mtplx.server.fields import UNSUPPORTED, shown
 
 Body = TypeVar("Body", bound=BaseModel)
+
+BODY_TIMEOUT_S = 120.0
+"""The whole body must arrive in this time; 32 MiB then need 2.2 Mbit/s."""
 
 # How pydantic's sentences begin; ours begin with the field.
 _SUBJECT = re.compile(r"^(Input|List|String) should")
 
 
-async def read_body(request: Request, model: type[Body], *, max_bytes: int) -> Body:
+async def read_body(
+    request: Request,
+    model: type[Body],
+    *,
+    max_bytes: int,
+    timeout_s: float = BODY_TIMEOUT_S,
+) -> Body:
     """Read and validate the JSON body of ``request``.
 
+    Raises as ``read_object`` and ``validate``.
+    """
+    return validate(
+        await read_object(request, max_bytes=max_bytes, timeout_s=timeout_s), model
+    )
+
+
+async def read_object(
+    request: Request, *, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S
+) -> dict[str, Any]:
+    """Read the body of ``request``, which must be a JSON object.
+
     Raises:
-        RequestTooLargeError: The body is longer than ``max_bytes``.
-        InvalidRequestError: It is not JSON, not an object, or does not match ``model``.
+        RequestTooLargeError: It is longer than ``max_bytes``.
+        DeadlineExceededError: It was not complete after ``timeout_s``.
+        InvalidRequestError: It is not JSON, nested too deeply, or not an object.
         ClientDisconnect: The client went away.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -39,11 +68,18 @@ async def read_body(request: Request, model: type[Body], *, max_bytes: int) -> B
             "The body must be JSON: send the header `Content-Type: application/json`.",
             code="unsupported_media_type",
         )
-    return parse_body(await _read_bytes(request, max_bytes), model)
+    try:
+        async with asyncio.timeout(timeout_s):
+            raw = await _read_bytes(request, max_bytes)
+    except TimeoutError:
+        raise DeadlineExceededError(
+            f"The body did not arrive within {timeout_s:g} seconds. Send less, or faster."
+        ) from None
+    return parse_object(raw)
 
 
-def parse_body(raw: bytes, model: type[Body]) -> Body:
-    """Validate ``raw`` as JSON that matches ``model``; raises as ``read_body`` does."""
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Return ``raw`` as a JSON object; raises as ``read_object`` does."""
     try:
         value = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -54,6 +90,15 @@ def parse_body(raw: bytes, model: type[Body]) -> Body:
         raise InvalidRequestError(
             f"The body must be a JSON object, not {shown(value)}.", code="invalid_type"
         )
+    return value
+
+
+def validate(value: dict[str, Any], model: type[Body]) -> Body:
+    """Return ``value`` as a ``model``.
+
+    Raises:
+        InvalidRequestError: It does not match; the error names the field.
+    """
     try:
         return model.model_validate(value)
     except ValidationError as error:

@@ -1,115 +1,219 @@
-"""``POST /v1/chat/completions``: the route and its shapes. Runs on the event loop."""
+"""``POST /v1/chat/completions``: the route, and its answer from a turn's events.
+
+Runs on the event loop.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 
 from mtplx.server.access import RequestRecord
 from mtplx.server.body import read_body
-from mtplx.server.requests import ChatBody
-from mtplx.server.responses import (
+from mtplx.server.chat_body import ChatBody
+from mtplx.server.chat_shapes import (
+    ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatDelta,
-    report,
-    usage,
+    ChatMessage,
 )
+from mtplx.server.keepalive import keep_alive
+from mtplx.server.logprobs import ChatLogprobs, chat_logprobs
+from mtplx.server.openapi import describe
+from mtplx.server.responses import Usage, json_response, progress, report, usage
 from mtplx.server.service import Service
-from mtplx.server.sse import EventStream, whole_answer
-from mtplx.types import Finished
+from mtplx.server.sse import DONE, EventStream, frame
+from mtplx.server.turn import (
+    ReasoningPart,
+    TextPart,
+    ToolCallArguments,
+    ToolCallStart,
+    TurnEnd,
+    TurnEvent,
+    Turns,
+    open_turns,
+)
+from mtplx.types import Finished, PrefillProgress, TokenLogprob
 
 
-async def create_chat_completion(service: Service, request: Request) -> Response:
-    """Answer a chat, whole or as a stream.
+def add_routes(app: FastAPI, service: Service) -> None:
+    """Add the route."""
 
-    Raises:
-        MtplxError: The request is refused, or it failed.
-    """
-    settings = service.configuration.settings
-    body = await read_body(request, ChatBody, max_bytes=settings.max_body_bytes)
-    service.check_model(body.model)
-    prompt = await service.chat_prompt(body)
-    generation = service.generation(request, body, prompt, param="messages")
-    shapes = ChatShapes(
-        service, RequestRecord.of(request).request_id, body.stream_options.include_usage
-    )
-    if body.stream:
-        return EventStream(generation, shapes)
-    return await whole_answer(generation, shapes)
+    @app.post("/v1/chat/completions", **describe(ChatBody, ChatCompletion))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a chat; with `stream` as server-sent events."""
+        body = await read_body(
+            request, ChatBody, max_bytes=service.configuration.settings.max_body_bytes
+        )
+        service.check_model(body.model)
+        service.check_logit_bias(body.logit_bias)
+        turn = await asyncio.to_thread(
+            body.turn, service.namespace(request, body.prompt_cache_key)
+        )
+        opened = open_turns(service, request, turn, body.n)
+        answer = _ChatAnswer(service, request, body)
+        if body.stream:
+            return EventStream(opened, answer.frames)
+        async with opened as turns:
+            return json_response(await answer.whole(turns))
 
 
-class ChatShapes:
-    """The shapes of one chat answer."""
+class _ChatAnswer:
+    """One chat's answers in OpenAI's shapes."""
 
-    def __init__(self, service: Service, request_id: str, include_usage: bool) -> None:
-        self._id = f"chatcmpl-{request_id}"
-        self._created = int(time.time())
-        self._model = service.info.name
-        self._fingerprint = service.fingerprint
-        self._include_usage = include_usage
+    def __init__(self, service: Service, http: Request, body: ChatBody) -> None:
+        self._tokenizer = service.tokenizer
+        self._body = body
+        self._head: dict[str, Any] = {
+            "id": f"chatcmpl-{RequestRecord.of(http).request_id}",
+            "created": int(time.time()),
+            "model": service.info.name,
+            "system_fingerprint": service.fingerprint,
+        }
+        self._arrival_s = RequestRecord.of(http).arrival_s
+        self._keepalive = service.configuration.settings.sse_keepalive
 
-    def whole(self, text: str, finished: Finished) -> Mapping[str, Any]:
+    async def whole(self, turns: Turns) -> ChatCompletion:
         """Return the body of an answer that is not streamed."""
-        assert finished.reason != "cancelled"
-        assert finished.metrics is not None
-        answer: ChatCompletion = {
-            "id": self._id,
+        ends: dict[int, TurnEnd] = {}
+        scored: list[list[TokenLogprob]] = [[] for _ in range(self._body.n)]
+        async for index, event in turns:
+            if isinstance(event, TextPart):
+                scored[index] += event.logprobs
+            elif isinstance(event, TurnEnd):
+                ends[index] = event
+        return {
+            **self._head,  # type: ignore[typeddict-item]
             "object": "chat.completion",
-            "created": self._created,
-            "model": self._model,
             "choices": [
-                {
-                    "index": 0,
-                    "message": {"role": "assistant", "content": text, "refusal": None},
-                    "logprobs": None,
-                    "finish_reason": finished.reason,
-                }
+                self._choice(index, end, turns.message(index), scored[index])
+                for index, end in sorted(ends.items())
             ],
-            "usage": usage(finished.metrics, finished.completion_tokens),
-            "system_fingerprint": self._fingerprint,
-            "mtplx": report(finished),
+            "usage": self._usage(ends),
+            "mtplx": report(*_in_order(ends)),
         }
-        return answer
 
-    def opening(self) -> list[Mapping[str, Any]]:
-        """Return the chunk that names the role, which goes out before the prefill."""
-        return [self._chunk([_choice({"role": "assistant", "content": ""})])]
+    def frames(self, turns: Turns) -> AsyncIterator[bytes]:
+        """Yield the frames of a stream, with beats where they fail to come."""
+        return keep_alive(self._frames(turns), self._keepalive, self._beat)
 
-    def delta(self, text: str) -> Mapping[str, Any]:
-        """Return the chunk for a piece of text."""
-        return self._chunk([_choice({"content": text})])
+    async def _frames(self, turns: Turns) -> AsyncIterator[bytes]:
+        # The role goes out before the prefill.
+        for index in range(self._body.n):
+            yield frame(self._chunk(_adds(index, {"role": "assistant", "content": ""})))
+        ends: dict[int, TurnEnd] = {}
+        async for index, event in turns:
+            if isinstance(event, TurnEnd):
+                ends[index] = event
+                for chunk in self._closing(index, ends):
+                    yield frame(chunk)
+            elif not isinstance(event, PrefillProgress):
+                yield frame(self._chunk(self._addition(index, event)))
+            elif self._body.return_progress:
+                chunk = self._chunk(_adds(index, {}))
+                chunk["prompt_progress"] = progress(event, self._arrival_s)
+                yield frame(chunk)
+        yield DONE
 
-    def closing(self, finished: Finished) -> list[Mapping[str, Any]]:
-        """Return the finish chunk and, when asked for, the usage chunk."""
-        assert finished.reason != "cancelled"
-        assert finished.metrics is not None
-        choice = _choice({})
-        choice["finish_reason"] = finished.reason
-        chunks = [self._chunk([choice])]
-        if self._include_usage:
-            chunks.append(self._chunk([]))
-            chunks[-1]["usage"] = usage(finished.metrics, finished.completion_tokens)
-        chunks[-1]["mtplx"] = report(finished)
-        return list(chunks)
+    def _beat(self) -> bytes:
+        """Return a chunk that adds nothing."""
+        return frame(self._chunk(_adds(0, {})))
 
-    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
+    def _choice(
+        self,
+        index: int,
+        end: TurnEnd,
+        message: dict[str, Any],
+        scored: list[TokenLogprob],
+    ) -> ChatChoice:
+        told: ChatMessage = {
+            "role": "assistant",
+            "content": message["content"],
+            "refusal": None,
+        }
+        if "reasoning_content" in message:
+            told["reasoning_content"] = message["reasoning_content"]
+        if "tool_calls" in message:
+            told["content"] = message["content"] or None
+            told["tool_calls"] = message["tool_calls"]
+        return {
+            "index": index,
+            "message": told,
+            "logprobs": self._logprobs(scored) if self._body.logprobs else None,
+            "finish_reason": end.reason,
+        }
+
+    def _addition(self, index: int, event: TurnEvent) -> ChatChunkChoice:
+        match event:
+            case TextPart(text, scored):
+                choice = _adds(index, {"content": text})
+                choice["logprobs"] = self._logprobs(scored) if scored else None
+                return choice
+            case ReasoningPart(text):
+                return _adds(index, {"reasoning_content": text})
+            case ToolCallStart(call, call_id, name):
+                return _adds(
+                    index,
+                    {
+                        "tool_calls": [
+                            {
+                                "index": call,
+                                "id": call_id,
+                                "type": "function",
+                                "function": {"name": name, "arguments": ""},
+                            }
+                        ]
+                    },
+                )
+            case ToolCallArguments(call, text):
+                return _adds(
+                    index,
+                    {"tool_calls": [{"index": call, "function": {"arguments": text}}]},
+                )
+        raise AssertionError(f"no chunk for {event}")
+
+    def _closing(self, index: int, ends: dict[int, TurnEnd]) -> list[ChatCompletionChunk]:
+        """The chunk that ends a choice and, after the last one, the usage if asked for."""
+        choice = _adds(index, {})
+        choice["finish_reason"] = ends[index].reason
+        chunks = [self._chunk(choice)]
+        if len(ends) == self._body.n:
+            if self._body.stream_options.include_usage:
+                chunks.append(self._chunk())
+                chunks[-1]["usage"] = self._usage(ends)
+            chunks[-1]["mtplx"] = report(*_in_order(ends))
+        return chunks
+
+    def _chunk(self, *choices: ChatChunkChoice) -> ChatCompletionChunk:
         chunk: ChatCompletionChunk = {
-            "id": self._id,
+            **self._head,  # type: ignore[typeddict-item]
             "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-            "system_fingerprint": self._fingerprint,
+            "choices": list(choices),
         }
-        if self._include_usage:
+        if self._body.stream_options.include_usage:
             chunk["usage"] = None
         return chunk
 
+    def _usage(self, ends: dict[int, TurnEnd]) -> Usage:
+        return usage(
+            _in_order(ends),
+            choices=self._body.n,
+            reasoning_tokens=sum(end.reasoning_tokens for end in ends.values()),
+        )
 
-def _choice(delta: ChatDelta) -> ChatChunkChoice:
-    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+    def _logprobs(self, scored: Iterable[TokenLogprob]) -> ChatLogprobs:
+        return chat_logprobs(self._tokenizer, scored)
+
+
+def _in_order(ends: dict[int, TurnEnd]) -> list[Finished]:
+    return [end.finished for _, end in sorted(ends.items())]
+
+
+def _adds(index: int, delta: ChatDelta) -> ChatChunkChoice:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -1,101 +1,101 @@
-"""``POST /v1/completions``: the route and its shapes. Runs on the event loop."""
+"""``POST /v1/completions``: the route, and its prompts to requests.
+
+There are no channels here: what the model writes is the text. Runs on the event loop,
+but for tokenizing.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 
 from mtplx.server.access import RequestRecord
 from mtplx.server.body import read_body
-from mtplx.server.requests import CompletionBody
-from mtplx.server.responses import (
-    FinishReasonOnWire,
-    TextChoice,
-    TextCompletion,
-    report,
-    usage,
-)
+from mtplx.server.completion_answer import CompletionAnswer, TextCompletion
+from mtplx.server.completion_body import CompletionBody
+from mtplx.server.openapi import describe
+from mtplx.server.responses import json_response
 from mtplx.server.service import Service
-from mtplx.server.sse import EventStream, whole_answer
-from mtplx.types import Finished
+from mtplx.server.sse import EventStream
+from mtplx.server.turn import siblings
+from mtplx.types import GenerationRequest, Prompt
 
 
-async def create_completion(service: Service, request: Request) -> Response:
-    """Continue a text or a list of token ids, whole or as a stream.
+def add_routes(app: FastAPI, service: Service) -> None:
+    """Add the route."""
+
+    @app.post("/v1/completions", **describe(CompletionBody, TextCompletion))
+    async def completions(request: Request) -> Response:
+        """Continue a text; with `stream` as server-sent events."""
+        body = await read_body(
+            request, CompletionBody, max_bytes=service.configuration.settings.max_body_bytes
+        )
+        service.check_model(body.model)
+        service.check_logit_bias(body.logit_bias)
+        opened = _open(service, request, body)
+        if body.stream:
+            return EventStream(opened, CompletionAnswer.frames)
+        async with opened as answer:
+            return json_response(await answer.whole())
+
+
+@asynccontextmanager
+async def _open(
+    service: Service, http: Request, body: CompletionBody
+) -> AsyncIterator[CompletionAnswer]:
+    """Tokenize and submit.
 
     Raises:
-        MtplxError: The request is refused, or it failed.
+        MtplxError: The request is refused; nothing was submitted.
     """
-    settings = service.configuration.settings
-    body = await read_body(request, CompletionBody, max_bytes=settings.max_body_bytes)
-    service.check_model(body.model)
-    prompt = await service.text_prompt(body)
-    generation = service.generation(request, body, prompt, param="prompt")
-    shapes = TextShapes(
-        service, RequestRecord.of(request).request_id, body.stream_options.include_usage
-    )
-    if body.stream:
-        return EventStream(generation, shapes)
-    return await whole_answer(generation, shapes)
+    requests = await asyncio.to_thread(_requests, service, http, body)
+    async with service.generation(http, requests) as generation:
+        answer = CompletionAnswer(service, http, body, requests, generation)
+        yield answer
+    answer.close()
 
 
-class TextShapes:
-    """The shapes of one completion. A chunk looks like the whole answer."""
-
-    def __init__(self, service: Service, request_id: str, include_usage: bool) -> None:
-        self._id = f"cmpl-{request_id}"
-        self._created = int(time.time())
-        self._model = service.info.name
-        self._fingerprint = service.fingerprint
-        self._include_usage = include_usage
-
-    def whole(self, text: str, finished: Finished) -> Mapping[str, Any]:
-        """Return the body of an answer that is not streamed."""
-        assert finished.reason != "cancelled"
-        assert finished.metrics is not None
-        answer = self._object([_choice(text, finished.reason)])
-        answer["usage"] = usage(finished.metrics, finished.completion_tokens)
-        answer["mtplx"] = report(finished)
-        return answer
-
-    def opening(self) -> list[Mapping[str, Any]]:
-        """Return nothing: this API has no role to name."""
-        return []
-
-    def delta(self, text: str) -> Mapping[str, Any]:
-        """Return the chunk for a piece of text."""
-        return self._chunk([_choice(text)])
-
-    def closing(self, finished: Finished) -> list[Mapping[str, Any]]:
-        """Return the finish chunk and, when asked for, the usage chunk."""
-        assert finished.reason != "cancelled"
-        assert finished.metrics is not None
-        chunks = [self._chunk([_choice("", finished.reason)])]
-        if self._include_usage:
-            chunks.append(self._chunk([]))
-            chunks[-1]["usage"] = usage(finished.metrics, finished.completion_tokens)
-        chunks[-1]["mtplx"] = report(finished)
-        return list(chunks)
-
-    def _chunk(self, choices: list[TextChoice]) -> TextCompletion:
-        chunk = self._object(choices)
-        if self._include_usage:
-            chunk["usage"] = None
-        return chunk
-
-    def _object(self, choices: list[TextChoice]) -> TextCompletion:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-            "system_fingerprint": self._fingerprint,
-        }
+def _requests(
+    service: Service, http: Request, body: CompletionBody
+) -> list[GenerationRequest]:
+    record = RequestRecord.of(http)
+    grammar = body.grammar()
+    namespace = service.namespace(http, body.prompt_cache_key)
+    requests = []
+    for index, given in enumerate(body.prompt):
+        param = f"prompt[{index}]" if len(body.prompt) > 1 else "prompt"
+        prompt = text_prompt(service, given, param)
+        first = GenerationRequest(
+            request_id=f"{record.request_id}.{index}" if index else record.request_id,
+            prompt=prompt,
+            max_new_tokens=service.answer_tokens(
+                body.max_tokens, len(prompt.token_ids), param
+            ),
+            arrival_s=record.arrival_s,
+            sampling=body.sampling(),
+            stop=tuple(body.stop),
+            deadline_s=service.deadline_s(http, body.deadline_s),
+            logprobs=body.logprobs,
+            prompt_logprobs=body.echo and body.logprobs is not None,
+            grammar=grammar,
+            namespace=namespace,
+        )
+        requests += siblings(first, body.n)
+    return requests
 
 
-def _choice(text: str, finish_reason: FinishReasonOnWire | None = None) -> TextChoice:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+def text_prompt(service: Service, given: str | list[Any], param: str) -> Prompt:
+    """Tokenize a text, or check token ids. Slow; not for the event loop.
+
+    Raises:
+        InvalidRequestError: They cannot be read.
+    """
+    if isinstance(given, str):
+        return service.tokenizer.render_text(given)
+    for index, token_id in enumerate(given):
+        service.check_token_id(token_id, f"{param}[{index}]")
+    return Prompt(tuple(given), stable_prefix_len=len(given))

@@ -1,4 +1,4 @@
-"""The one table from our errors to HTTP, and OpenAI's shape of an error.
+"""The one table from our errors to HTTP, and the two shapes of an error.
 
 Every class of ``mtplx.errors`` has a row; a test holds it. Pure; any thread.
 """
@@ -6,8 +6,10 @@ Every class of ``mtplx.errors`` has a row; a test holds it. Pure; any thread.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
@@ -34,12 +36,26 @@ TABLE: dict[type[errors.MtplxError], Row] = {
     errors.InvalidRequestError: Row(400, _BAD_REQUEST, "invalid_value"),
     errors.UnsupportedFieldError: Row(400, _BAD_REQUEST, "unsupported_parameter"),
     errors.ContextLengthError: Row(400, _BAD_REQUEST, "context_length_exceeded"),
+    errors.KVBudgetError: Row(400, _BAD_REQUEST, "kv_budget_exceeded"),
     errors.RequestTooLargeError: Row(413, _BAD_REQUEST, "request_too_large"),
+    errors.AuthenticationError: Row(401, _BAD_REQUEST, "invalid_api_key"),
+    errors.OriginRefusedError: Row(403, _BAD_REQUEST, "origin_refused"),
+    errors.ResponseNotFoundError: Row(404, _BAD_REQUEST, "response_not_found"),
     errors.ModelNotFoundError: Row(404, _BAD_REQUEST, "model_not_found"),
     errors.QueueFullError: Row(429, "rate_limit_error", "queue_full"),
     errors.EngineUnavailableError: Row(503, _SERVER, "engine_unavailable"),
     errors.DeadlineExceededError: Row(408, "timeout_error", "deadline_exceeded"),
     errors.GenerationError: Row(500, _SERVER, "generation_failed"),
+}
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 
 # What a client is told of a bug. The log has the traceback.
@@ -65,6 +81,20 @@ class ErrorBody(TypedDict):
     error: ErrorDetails
 
 
+class AnthropicErrorDetails(TypedDict):
+    """What went wrong, as Anthropic's clients read it."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(TypedDict):
+    """Body of every answer of ``/v1/messages`` that is not a success."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetails
+
+
 def row_of(error: errors.MtplxError) -> Row:
     """Return the row of the nearest class in the table."""
     return next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
@@ -83,10 +113,26 @@ def error_body(error: errors.MtplxError) -> ErrorBody:
     }
 
 
+def error_body_for(path: str, error: errors.MtplxError) -> Mapping[str, Any]:
+    """Return ``error`` in the shape of the API that ``path`` belongs to."""
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return anthropic_error_body(row_of(error).status, str(error))
+    return error_body(error)
+
+
+def anthropic_error_body(status: int, message: str) -> AnthropicErrorBody:
+    """Return Anthropic's shape of an error, whose type follows from the status."""
+    default = "invalid_request_error" if status < 500 else "api_error"
+    kind = _ANTHROPIC_TYPES.get(status, default)
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
 def error_headers(error: errors.MtplxError) -> dict[str, str]:
     """Return the headers that belong to ``error``."""
     if isinstance(error, errors.QueueFullError):
         return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+    if isinstance(error, errors.AuthenticationError):
+        return {"WWW-Authenticate": "Bearer"}
     return {}
 
 

@@ -2,10 +2,10 @@
 
 A field of a request body is one of four things, and this file decides which:
 
-- honoured: declared in ``requests.py``;
+- honoured: declared in the model of the body;
 - ignored: harmless whatever it says, and real clients send it;
 - refused: part of OpenAI's API, not supported here. A value that asks for nothing
-  (``n: 1``, ``tools: []``) is accepted, so that a client may spell its defaults out;
+  (``store: false``, ``functions: []``) is accepted, so that a client may spell its defaults out;
 - unknown: refused, with the nearest known name as a hint. A typo that silently does
   nothing is worse than an error.
 
@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 
 UNSUPPORTED = "unsupported_parameter"
 UNKNOWN = "unknown_parameter"
+MISSING = "missing_required_parameter"
 
 
 @dataclass(frozen=True)
@@ -45,45 +46,34 @@ BODY = FieldTable(
         "safety_identifier": "successor of `user`",
         "metadata": "labels for stored answers; nothing is stored",
         "service_tier": "there is one tier",
-        "prompt_cache_key": "a hint; reuse is decided by the tokens alone",
         "prompt_cache_options": "hints; the SessionBank has its own budget",
         "prompt_cache_retention": "as `prompt_cache_options`",
         "keep_alive": "ollama clients; the model stays loaded",
-        "parallel_tool_calls": "SDKs send it without tools, and there are no tools",
+    },
+)
+
+CHAT = FieldTable(
+    ignored={
+        **BODY.ignored,
+        "prediction": "a hint to be faster; it changes no answer",
+        "verbosity": "a hint on style for models that were trained on it",
     },
     refused={
         "audio": (),
-        "best_of": (1,),
-        "echo": (False,),
         "function_call": ("none", "auto"),
         "functions": ([],),
-        "logit_bias": ({},),
-        "logprobs": (False,),
         "modalities": (["text"],),
         "moderation": (),
-        "n": (1,),
-        "prediction": (),
-        "reasoning_effort": (),
-        "response_format": ({"type": "text"},),
         "store": (False,),
-        "suffix": ("",),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
-        "top_logprobs": (0,),
-        "verbosity": ("medium",),
         "web_search_options": (),
     },
 )
 
+COMPLETION = FieldTable(ignored=BODY.ignored, refused={"suffix": ("",)})
+
 MESSAGE = FieldTable(
     ignored={"annotations": "clients echo an answer's citations; they are not its text"},
-    refused={
-        "audio": (),
-        "function_call": (),
-        "refusal": (),
-        "tool_call_id": (),
-        "tool_calls": ([],),
-    },
+    refused={"audio": (), "function_call": (), "refusal": ("",)},
 )
 
 CONTENT_PART = FieldTable(
@@ -100,7 +90,29 @@ CONTENT_PART = FieldTable(
     },
 )
 
-STREAM_OPTIONS = FieldTable(refused={"include_obfuscation": (False,)})
+TOOL = FieldTable(ignored={"cache_control": "as in a content part"}, refused={"custom": ()})
+
+TOOL_CALL = FieldTable(
+    ignored={"index": "clients echo the deltas of a stream; the order says it"},
+    refused={"custom": ()},
+)
+
+TOOL_CHOICE = FieldTable(refused={"allowed_tools": (), "custom": ()})
+
+STRUCTURED_OUTPUTS = FieldTable(
+    refused={
+        "disable_additional_properties": (False,),
+        "disable_any_whitespace": (False,),
+        "disable_fallback": (False,),
+        "structural_tag": (),
+        "whitespace_pattern": (),
+    }
+)
+
+STREAM_OPTIONS = FieldTable(
+    ignored={"continuous_usage_stats": "`usage` is told once, when it is complete"},
+    refused={"include_obfuscation": (False,)},
+)
 
 
 def admit(

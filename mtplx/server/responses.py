@@ -1,23 +1,24 @@
-"""The shapes of the answers: OpenAI's, exactly, plus ``mtplx``.
+"""What the answers of several routes share: counts, the ``mtplx`` report, JSON.
 
-Typed dicts, because an answer is built once and dumped once; FastAPI reads them for
-the OpenAPI document. Pure; any thread.
+The shapes of one API stand beside its route. All are typed dicts, because an answer is
+built once and dumped once; FastAPI reads them for the OpenAPI document. Pure; any thread.
 """
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired
 
+from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from mtplx.metrics import PrefillMetrics
-from mtplx.types import Finished
+from mtplx.types import Finished, PrefillProgress
 
 # Python's and some clients' splitlines break a line here; JSON strings may escape it.
 _LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
-
-FinishReasonOnWire = Literal["stop", "length"]
 
 
 class PromptTokensDetails(TypedDict):
@@ -43,85 +44,14 @@ class Usage(TypedDict):
     completion_tokens_details: CompletionTokensDetails
 
 
-class ChatMessage(TypedDict):
-    """The answer of a chat."""
+class PromptProgress(TypedDict):
+    """How far the prompt has been read, in tokens, ``cache`` of them restored;
+    ``time_ms`` since the request arrived."""
 
-    role: Literal["assistant"]
-    content: str
-    refusal: None
-
-
-class ChatChoice(TypedDict):
-    """The one choice of a chat answer."""
-
-    index: int
-    message: ChatMessage
-    logprobs: None
-    finish_reason: FinishReasonOnWire
-
-
-class ChatCompletion(TypedDict):
-    """Answer of ``POST /v1/chat/completions``. ``mtplx`` is a ``PrefillMetrics``."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str
-    mtplx: dict[str, Any]
-
-
-class ChatDelta(TypedDict):
-    """What a chunk adds to the message."""
-
-    role: NotRequired[Literal["assistant"]]
-    content: NotRequired[str]
-
-
-class ChatChunkChoice(TypedDict):
-    """The one choice of a chat chunk."""
-
-    index: int
-    delta: ChatDelta
-    logprobs: None
-    finish_reason: FinishReasonOnWire | None
-
-
-class ChatCompletionChunk(TypedDict):
-    """One event of a chat stream. ``mtplx`` is on the last one."""
-
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    system_fingerprint: str
-    usage: NotRequired[Usage | None]
-    mtplx: NotRequired[dict[str, Any]]
-
-
-class TextChoice(TypedDict):
-    """The one choice of a completion, or of a chunk of it."""
-
-    index: int
-    text: str
-    logprobs: None
-    finish_reason: FinishReasonOnWire | None
-
-
-class TextCompletion(TypedDict):
-    """Answer of ``POST /v1/completions``, and each event of its stream."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[TextChoice]
-    system_fingerprint: str
-    usage: NotRequired[Usage | None]
-    mtplx: NotRequired[dict[str, Any]]
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
 
 
 class Model(TypedDict):
@@ -151,33 +81,71 @@ class Setting(TypedDict):
 
 
 class Health(TypedDict):
-    """Answer of ``GET /health``."""
+    """Answer of ``GET /health``. Without a key, where one is asked for, it is the status
+    alone."""
 
     status: Literal["ok", "unavailable"]
-    version: str
-    model: dict[str, Any]
-    engine: dict[str, Any]
-    settings: dict[str, Setting]
+    version: NotRequired[str]
+    model: NotRequired[dict[str, Any]]
+    engine: NotRequired[dict[str, Any]]
+    settings: NotRequired[dict[str, Setting]]
 
 
-def usage(metrics: PrefillMetrics, completion_tokens: int) -> Usage:
-    """Return the usage of a finished request."""
+def usage(
+    ends: Sequence[Finished], *, choices: int = 1, reasoning_tokens: int = 0
+) -> Usage:
+    """Return the usage of finished requests.
+
+    Args:
+        ends: In the order of the choices.
+        choices: How many answers each prompt has; its tokens count once.
+        reasoning_tokens: Of all answers together.
+    """
+    prompts = [_metrics(end) for end in ends[::choices]]
+    prompt_tokens = sum(each.prompt_tokens for each in prompts)
+    completion_tokens = sum(end.completion_tokens for end in ends)
     return {
-        "prompt_tokens": metrics.prompt_tokens,
+        "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
-        "total_tokens": metrics.prompt_tokens + completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {
-            "cached_tokens": metrics.cached_tokens,
+            "cached_tokens": sum(each.cached_tokens for each in prompts),
             "audio_tokens": 0,
         },
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 
-def report(finished: Finished) -> dict[str, Any]:
-    """Return the `mtplx` object of a finished request."""
-    stream = {} if finished.stream is None else finished.stream.as_dict()
-    return ({} if finished.metrics is None else finished.metrics.as_dict()) | stream
+def report(*ends: Finished) -> dict[str, Any]:
+    """Return the `mtplx` object of finished requests: the first one's, and each one's
+    under ``choices`` where there are several."""
+    first, *others = [
+        _metrics(end).as_dict() | (end.stream.as_dict() if end.stream else {})
+        for end in ends
+    ]
+    return first | {"choices": [first, *others]} if others else first
+
+
+def _metrics(end: Finished) -> PrefillMetrics:
+    assert end.metrics is not None, "only a cancelled request has none"
+    return end.metrics
+
+
+def progress(event: PrefillProgress, arrival_s: float) -> PromptProgress:
+    """Return the shape of ``event`` at this moment."""
+    return {
+        "total": event.prompt_tokens,
+        "cache": event.cached_tokens,
+        "processed": event.done_tokens,
+        "time_ms": int(1000 * (time.perf_counter() - arrival_s)),
+    }
+
+
+def json_response(
+    body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return the answer with this body."""
+    return Response(dump(body), status, headers, media_type="application/json")
 
 
 def dump(value: Any) -> bytes:

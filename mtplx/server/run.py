@@ -1,26 +1,40 @@
 """Putting the application on a port, and taking it off cleanly.
 
 The socket is bound here, so that a taken port is one error and not a log of uvicorn's.
-A signal ends open streams at once, with an error event, and gives the engine a short
-grace; the caller closes the engine afterwards. Runs on the caller's thread, which is
-the main one when signals matter.
+A connection that does not send its request is closed after a while, so that many slow
+ones cannot use up the sockets; how long a body may take is ``body.py``'s. A signal ends
+open streams at once, with an error event, and gives the engine a short grace; the caller
+closes the engine afterwards. Runs on the caller's thread, which is the main one when
+signals matter.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mtplx.errors import ConfigError
 
+HEADER_TIMEOUT_S = 20.0
+"""From the first byte of a request, or the connection, to the end of its headers."""
+
 _GRACE_S = 3
+# Longer than clients keep an idle connection, so that they close it and not we: a request
+# that crosses our closing fails. (httpx 5 s, undici 4 s, aiohttp 15 s, nginx 60 s.)
+_KEEP_ALIVE_S = 75
+_MAX_HEADER_BYTES = 32 * 1024
 _BACKLOG = 128
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -92,6 +106,7 @@ class HttpServer:
         port: socket.socket,
         *,
         on_started: Callable[[str], None] | None = None,
+        header_timeout_s: float = HEADER_TIMEOUT_S,
     ) -> None:
         host, number = port.getsockname()[:2]
         try:
@@ -103,12 +118,14 @@ class HttpServer:
         self.url = _url(host, number)
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=cast(Any, partial(_Protocol, header_timeout_s=header_timeout_s)),
             ws="none",
             log_config=None,  # the process has configured logging
             log_level="warning",
             access_log=False,  # the application writes its own line
             server_header=False,
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_GRACE_S,
         )
         started = (lambda: on_started(self.url)) if on_started else lambda: None
@@ -126,6 +143,38 @@ class HttpServer:
     def stop(self) -> None:
         """Make ``run`` return soon. Callable from any thread."""
         self._server.should_exit = True
+
+
+class _Protocol(H11Protocol):
+    """A connection that waits for the headers of a request only so long."""
+
+    def __init__(self, *args: Any, header_timeout_s: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._header_timeout_s = header_timeout_s
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_waiting()
+        elif self._deadline is None:
+            self._wait_for_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_headers(self) -> None:
+        self._deadline = self.loop.call_later(self._header_timeout_s, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 class _Server(uvicorn.Server):

@@ -4,17 +4,69 @@
 ``TurnRequest`` and a ``Turn``'s events into their shapes; what happens in between
 (rendering, grammar, generation, reasoning and tool calls told apart, the answer's
 tokens kept for the next turn) happens here and once. Runs on the event loop.
+
+    async with open_turn(service, http_request, turn_request) as turn:
+        async for event in turn:      # any TurnEvents, the last one a TurnEnd
+            ...
+
+Entering renders and submits, so that whatever is wrong with the request is raised
+there, before a header is sent. Leaving early cancels. ``open_turns`` is the same for
+several answers to one prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mtplx.types import Finished, PrefillProgress, SamplingParams, TokenLogprob
+from starlette.requests import Request
 
-TurnFinishReason = Literal["stop", "length", "tool_calls"]
+from mtplx.server.access import RequestRecord
+from mtplx.server.answer import (
+    Answer,
+    ReasoningPart,
+    TextPart,
+    ToolCallArguments,
+    ToolCallStart,
+    TurnEnd,
+    TurnEvent,
+    TurnFinishReason,
+)
+from mtplx.server.handle import Generation
+from mtplx.server.service import Service
+from mtplx.text.grammar import answer_grammar
+from mtplx.types import (
+    Finished,
+    GenerationRequest,
+    PrefillProgress,
+    Prompt,
+    SamplingParams,
+    TextDelta,
+)
+
+__all__ = [
+    "ReasoningPart",
+    "TextPart",
+    "ToolCallArguments",
+    "ToolCallStart",
+    "ToolChoice",
+    "Turn",
+    "TurnEnd",
+    "TurnEvent",
+    "TurnFinishReason",
+    "TurnRequest",
+    "Turns",
+    "open_turn",
+    "open_turns",
+    "render",
+    "siblings",
+]
+
+logger = logging.getLogger("mtplx.server")
 
 
 @dataclass(frozen=True)
@@ -70,57 +122,186 @@ class TurnRequest:
     deadline_after_s: float | None = None
     param: str = "messages"
 
-
-@dataclass(frozen=True)
-class TextPart:
-    """A piece of the answer's text."""
-
-    text: str
-    logprobs: tuple[TokenLogprob, ...] = ()
+    @property
+    def shown_tools(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that the prompt names and the answer may call."""
+        return () if self.tool_choice.mode == "none" else self.tools
 
 
-@dataclass(frozen=True)
-class ReasoningPart:
-    """A piece of what the model thinks before it answers."""
-
-    text: str
-    logprobs: tuple[TokenLogprob, ...] = ()
-
-
-@dataclass(frozen=True)
-class ToolCallStart:
-    """A call begins. ``index`` counts the calls of this answer from 0."""
-
-    index: int
-    call_id: str
-    name: str
-
-
-@dataclass(frozen=True)
-class ToolCallArguments:
-    """A piece of a call's arguments. All pieces together are one JSON object."""
-
-    index: int
-    text: str
-
-
-@dataclass(frozen=True)
-class TurnEnd:
-    """The last event.
+class Turn:
+    """One answer on its way: an async iterator of ``TurnEvent``.
 
     Attributes:
-        reason: ``tool_calls`` only when every call is complete; ``length`` wins.
-        finished: The engine's end, with metrics and counts.
-        reasoning_tokens: Tokens of the answer that were reasoning.
-        stop_sequence: The stop string that ended the answer, if one did.
+        prompt: As it was rendered.
     """
 
-    reason: TurnFinishReason
-    finished: Finished
-    reasoning_tokens: int = 0
-    stop_sequence: str | None = None
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self.prompt = turns.prompt
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer so far, as the next turn's history has it."""
+        return self._turns.message(0)
+
+    async def __aiter__(self) -> AsyncIterator[TurnEvent]:
+        async for _, event in self._turns:
+            yield event
 
 
-TurnEvent = (
-    PrefillProgress | TextPart | ReasoningPart | ToolCallStart | ToolCallArguments | TurnEnd
-)
+class Turns:
+    """Several answers to one prompt: an async iterator of ``(index, TurnEvent)``.
+
+    Attributes:
+        prompt: As it was rendered.
+
+    Raises as ``Generation`` does.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        record: RequestRecord,
+        prompt: Prompt,
+        generation: Generation,
+        answers: Sequence[Answer],
+    ) -> None:
+        self.prompt = prompt
+        self._service = service
+        self._record = record
+        self._generation = generation
+        self._answers = answers
+        self._keeping: list[asyncio.Future[None]] = []
+
+    def message(self, index: int) -> dict[str, Any]:
+        """Return the answer so far, as the next turn's history has it."""
+        return self._answers[index].message()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, TurnEvent]]:
+        async for index, event in self._generation:
+            match event:
+                case TextDelta():
+                    for each in self._answers[index].add(event):
+                        yield index, each
+                case Finished():
+                    last = self._answers[index].end(event)
+                    self._keep(self._answers[index])
+                    for each in last:
+                        yield index, each
+                case PrefillProgress():
+                    yield index, event
+
+    def _keep(self, answer: Answer) -> None:
+        if not answer.token_ids:
+            return
+        # Beside the last events, which must not wait for it.
+        self._keeping.append(
+            asyncio.get_running_loop().run_in_executor(
+                None,
+                self._service.tokenizer.remember,
+                self.prompt,
+                tuple(answer.token_ids),
+                answer.message(),
+            )
+        )
+
+    async def close(self) -> None:
+        """Wait until the tokens of the answers are remembered, and give their texts to
+        the log where that is asked for."""
+        for outcome in await asyncio.gather(*self._keeping, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                logger.error("An answer is not remembered: a bug", exc_info=outcome)
+        if self._service.configuration.settings.log_prompts:
+            self._record.prompt_text = self.prompt.text
+            self._record.answer_text = "\n".join(
+                self._service.text_of(answer.token_ids) for answer in self._answers
+            )
+
+
+@asynccontextmanager
+async def open_turn(
+    service: Service, http: Request, request: TurnRequest
+) -> AsyncIterator[Turn]:
+    """Render and submit ``request``; see the head of this file.
+
+    Raises:
+        InvalidRequestError: The messages, the tools or the grammar cannot be used.
+        QueueFullError, EngineUnavailableError: Nothing was submitted.
+    """
+    async with open_turns(service, http, request) as turns:
+        yield Turn(turns)
+
+
+@asynccontextmanager
+async def open_turns(
+    service: Service, http: Request, request: TurnRequest, count: int = 1
+) -> AsyncIterator[Turns]:
+    """As ``open_turn``, for ``count`` answers; each one's seed is one more."""
+    prompt, grammar = await asyncio.to_thread(_prepare, service, request)
+    record = RequestRecord.of(http)
+    first = GenerationRequest(
+        request_id=record.request_id,
+        prompt=prompt,
+        max_new_tokens=service.answer_tokens(
+            request.max_new_tokens, len(prompt.token_ids), request.param
+        ),
+        arrival_s=record.arrival_s,
+        sampling=request.sampling,
+        stop=request.stop,
+        deadline_s=service.deadline_s(http, request.deadline_after_s),
+        logprobs=request.logprobs,
+        grammar=grammar,
+        namespace=request.namespace,
+    )
+    requests = siblings(first, count)
+    answers = [
+        Answer(service.tokenizer.channels(prompt, tools=request.shown_tools))
+        for _ in requests
+    ]
+    async with service.generation(http, requests) as generation:
+        turns = Turns(service, record, prompt, generation, answers)
+        yield turns
+    await turns.close()
+
+
+def siblings(first: GenerationRequest, count: int) -> list[GenerationRequest]:
+    """Return ``count`` requests for the same prompt: ``first``, and others that draw
+    otherwise."""
+    requests = [first]
+    for index in range(1, count):
+        sampling = first.sampling
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=sampling.seed + index)
+        name = f"{first.request_id}-{index}"
+        requests.append(replace(first, request_id=name, sampling=sampling))
+    return requests
+
+
+def render(service: Service, request: TurnRequest) -> Prompt:
+    """Return the prompt of ``request``. Slow; any thread.
+
+    Raises:
+        InvalidRequestError: The template refuses the messages or the tools.
+    """
+    return service.tokenizer.render_chat(
+        request.messages,
+        tools=request.shown_tools,
+        continue_final_message=request.continue_final_message,
+        edge_after=request.edge_after,
+        **request.template_kwargs,
+    )
+
+
+def _prepare(service: Service, request: TurnRequest) -> tuple[Prompt, str | None]:
+    """Return the prompt, and the grammar of the whole answer to it."""
+    prompt = render(service, request)
+    choice = request.tool_choice
+    return prompt, answer_grammar(
+        service.tokenizer.answer_format,
+        grammar=request.grammar,
+        tools=request.shown_tools,
+        required=choice.mode == "required",
+        name=choice.name,
+        parallel=request.parallel_tool_calls,
+        reasoning=service.tokenizer.opens_reasoning(prompt),
+    )

@@ -531,16 +531,26 @@ class SessionBank:
         self._save_waste(buffer)
         self._recount()
 
-    def _save_waste(self, buffer: Buffer, least_bytes: int = _WASTE_BYTES) -> None:
-        """Copy what is held of a buffer that is mostly held for nothing."""
+    def _save_waste(self, buffer: Buffer, least_bytes: int = _WASTE_BYTES) -> bool:
+        """Copy what is held of a buffer that is mostly held for nothing.
+
+        For a moment both are held; the budget is not all of the memory.
+        """
         nodes = self._ledger.nodes(buffer)
         if not nodes or self._ledger.is_running(buffer):
-            return
-        live = sum(node.view.nbytes for node in nodes)
-        waste = buffer.nbytes - live
-        if waste > max(_WASTE_SHARE * buffer.nbytes, least_bytes):
-            # For a moment both are held; the budget is not all of the memory.
-            self._move_out(nodes)
+            return False
+        waste = buffer.nbytes - sum(node.view.nbytes for node in nodes)
+        if waste <= max(_WASTE_SHARE * buffer.nbytes, least_bytes):
+            return False
+        self._move_out(nodes)
+        return True
+
+    def _squeeze(self) -> bool:
+        """Save waste that is too little to bother about as long as there is room."""
+        buffers = {
+            id(buffer): buffer for node in self._nodes() for buffer in [node.view.buffer]
+        }
+        return any(self._save_waste(buffer, 0) for buffer in buffers.values())
 
     def _reserve(self, buffer: Buffer, nbytes: int) -> bool:
         self._ledger.run(buffer, nbytes)
@@ -554,10 +564,10 @@ class SessionBank:
         while not self._fits(tokens, nbytes):
             if not self._fits(0, nbytes) and self._thin():
                 continue
-            victim = self._victim()
-            if victim is None:
+            if victim := self._victim():
+                self._evict(victim)
+            elif not self._squeeze():
                 return False
-            self._evict(victim)
         return True
 
     def _fits(self, tokens: int, nbytes: int) -> bool:

@@ -4,22 +4,25 @@ Decides where state is worth keeping. A chat template is a program, and it does 
 which part of its output belongs to which message; so boundaries are found by rendering
 other conversations (the first messages only, the next turn) and comparing. What a
 template does not reveal this way is no boundary, never a guess. Leaves the tokenizer to
-``tokenizer``. Pure; any thread.
+``tokenizer``, and the tokens that are known from earlier answers to ``answers``. Pure;
+any thread.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from mtplx.errors import InvalidRequestError
+from mtplx.text.encoding import Boundary, Encode, EncodedText, Kept
+from mtplx.text.tools import Message, speaks_of_tools
 from mtplx.types import Prompt
 
-Message = Mapping[str, Any]
 Template = Callable[[Sequence[Message], bool], str]
 """``template(messages, generation_header) -> text``; raises whatever it likes."""
+
+FindKept = Callable[[str], Kept | None]
+"""The known tokens that a text begins with, None where there are none."""
 
 _T = TypeVar("_T")
 
@@ -33,41 +36,58 @@ _RECENT_MESSAGES = 4
 # share with a prompt, any text in their place shares.
 _PROBES = ("x", "\n\n0")
 
-
-@dataclass(frozen=True)
-class Encoding:
-    """A text and its tokens.
-
-    Attributes:
-        token_ids: One for each token.
-        offsets: Half-open character range of each token; None from a tokenizer that
-            does not tell.
-    """
-
-    token_ids: list[int]
-    offsets: list[tuple[int, int]] | None
-
-
-Encode = Callable[[str], Encoding]
-
-
-class _Boundary(NamedTuple):
-    char: int
-    token: int
+_QUESTION: Message = {"role": "user", "content": "x"}
+# The shortest call and result that templates accept: some want an id of nine letters.
+_CALL_AND_RESULT: tuple[Message, ...] = (
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "callx0000",
+                "type": "function",
+                "function": {"name": "x", "arguments": {}},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "callx0000", "name": "x", "content": "x"},
+)
 
 
-def render_chat(messages: Sequence[Message], template: Template, encode: Encode) -> Prompt:
+def render_chat(
+    messages: Sequence[Message],
+    template: Template,
+    encode: Encode,
+    *,
+    find_kept: FindKept | None = None,
+    tool_names: Sequence[str] = (),
+    continue_final_message: bool = False,
+    edge_after: Sequence[int] = (),
+) -> Prompt:
     """Render a conversation that the model is to continue.
 
-    Edges are the end of the system block, the ends of the last messages and the start
-    of the generation header.
+    Edges are the ends of the system block and of the tools, the ends of the last messages
+    and of those asked for, and the start of the generation header.
+
+    Args:
+        messages: Arguments of calls as objects.
+        template: Knows the tools.
+        encode: Text to tokens, without any that the text does not show.
+        find_kept: Asked once, for the whole text.
+        tool_names: Of the tools that the template writes.
+        continue_final_message: The text ends inside the last message, an assistant's.
+        edge_after: Indices of messages whose ends are edges too.
 
     Raises:
         InvalidRequestError: The template refuses the messages, or nothing is left of
             them.
     """
     try:
-        text = template(messages, True)
+        text = (
+            _open_text(messages, template)
+            if continue_final_message
+            else template(messages, True)
+        )
     except Exception as error:
         # The template is the model's own code and these are the user's messages: there
         # is no list of what it may raise (jinja's errors, TypeError, KeyError, ...).
@@ -76,92 +96,148 @@ def render_chat(messages: Sequence[Message], template: Template, encode: Encode)
             "Send roles and an order of messages that the model was made for.",
             param="messages",
         ) from error
-    encoding = encode(text)
-    if not encoding.token_ids:
+    encoded = EncodedText(text, encode, find_kept(text) if find_kept else None)
+    if not encoded.token_ids:
         raise InvalidRequestError(
             "The messages render to an empty prompt. Send at least one message with text.",
             param="messages",
         )
-    chars = _boundary_chars(messages, text, template)
+    counts = _recent_counts(messages) | {index + 1 for index in edge_after}
+    if continue_final_message:
+        counts.discard(len(messages))
+    chars = _message_ends(messages, counts, text, template)
+    chars |= _head_ends(messages, tool_names, text, template)
     edges = [
-        _Boundary(char, token)
+        Boundary(char, token)
         for char in sorted(chars)
-        if (token := _token_at(char, text, encoding, encode)) is not None
-        and 0 < token < len(encoding.token_ids)
+        if (token := encoded.token_at(char)) is not None
+        and 0 < token < len(encoded.token_ids)
     ]
+    next_texts = _next_texts(messages, template, bool(tool_names), continue_final_message)
     return Prompt(
-        token_ids=tuple(encoding.token_ids),
+        token_ids=tuple(encoded.token_ids),
         edges=tuple(edge.token for edge in edges),
-        stable_prefix_len=_stable_prefix_len(
-            messages, text, encoding, edges, template, encode
-        ),
+        stable_prefix_len=_stable_prefix_len(encoded, edges, next_texts, encode),
+        text=text,
+        edge_chars=tuple(edge.char for edge in edges),
     )
 
 
-def _boundary_chars(messages: Sequence[Message], text: str, template: Template) -> set[int]:
-    """Indices in ``text`` where the system block or a message ends."""
-    system = 0
-    while system < len(messages) and messages[system].get("role") in (
-        "system",
-        "developer",
-    ):
-        system += 1
-    first_recent = max(system + 1, len(messages) - _RECENT_MESSAGES + 1)
-    chars = {
+def check_can_continue(messages: Sequence[Message]) -> None:
+    """Check that the last message is the beginning of an answer.
+
+    Raises:
+        InvalidRequestError: It is another's, or it calls tools.
+    """
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        raise InvalidRequestError(
+            "Only an assistant's text can be continued. End the messages with an "
+            "assistant message without tool calls.",
+            param="messages",
+        )
+
+
+def _open_text(messages: Sequence[Message], template: Template) -> str:
+    """Render up to where the content of the last message ends."""
+    left, right = (template(_with_more(messages, probe), False) for probe in "xy")
+    if left == right:
+        raise ValueError("it does not show the last message")
+    return left[: _common_len(left, right)]
+
+
+def _with_more(messages: Sequence[Message], text: str) -> list[Message]:
+    """Return the messages with text added to the last one."""
+    last = messages[-1]
+    return [*messages[:-1], {**last, "content": (last.get("content") or "") + text}]
+
+
+def _system_len(messages: Sequence[Message]) -> int:
+    """How many messages the system block has."""
+    roles = [message.get("role") in ("system", "developer") for message in messages]
+    return roles.index(False) if False in roles else len(roles)
+
+
+def _recent_counts(messages: Sequence[Message]) -> set[int]:
+    first = max(_system_len(messages) + 1, len(messages) - _RECENT_MESSAGES + 1)
+    return set(range(first, len(messages) + 1))
+
+
+def _message_ends(
+    messages: Sequence[Message], counts: set[int], text: str, template: Template
+) -> set[int]:
+    """Indices in ``text`` where the first so many messages end."""
+    return {
         len(part)
-        for count in range(first_recent, len(messages) + 1)
+        for count in counts
         if (part := _try(template, messages[:count])) and text.startswith(part)
     }
-    if system:
-        part = _try(template, messages[:system])
-        content = str(messages[system - 1].get("content") or "").strip()
-        if content in part and text.startswith(part):
-            chars.add(len(part))
-        else:
-            # Many templates want a user message, or write the system text into the
-            # first one: then the block ends where two different questions part.
-            parts = [
-                _try(template, [*messages[:system], {"role": "user", "content": probe}])
-                for probe in _PROBES
-            ]
-            if all(parts):
-                chars.add(min(_common_len(text, part) for part in parts))
+
+
+def _head_ends(
+    messages: Sequence[Message], tool_names: Sequence[str], text: str, template: Template
+) -> set[int]:
+    """Indices in ``text`` where the system block and the tools end."""
+    system = messages[: _system_len(messages)]
+    shown = _try(template, system) if system else ""
+    content = str(system[-1].get("content") or "").strip() if system else ""
+    if not text.startswith(shown) or content not in shown:
+        shown = ""
+    chars = {len(shown)} if shown else set()
+    if (system and not shown) or any(f'"{name}"' not in shown for name in tool_names):
+        # Many templates want a user message, or write the system text or the tools into
+        # the first one: then they end where two different questions part.
+        questions = [{"role": "user", "content": probe} for probe in _PROBES]
+        parts = [_try(template, [*system, question]) for question in questions]
+        if all(parts):
+            chars.add(min(_common_len(text, part) for part in parts))
     return chars
 
 
+def _next_texts(
+    messages: Sequence[Message], template: Template, has_tools: bool, is_open: bool
+) -> list[str]:
+    """Render what the next turn may be; empty when the template refuses them."""
+    replies = [
+        _with_more(messages, probe)
+        if is_open
+        else [*messages, {"role": "assistant", "content": probe}]
+        for probe in _PROBES
+    ]
+    texts = [_try(template, [*reply, _QUESTION]) for reply in replies]
+    if not all(texts):
+        return []
+    # Reasoning that a template drops at the next question stays while tools are called,
+    # so a call keeps less, or more, than an answer does.
+    if (has_tools or speaks_of_tools(messages)) and not is_open:
+        texts += filter(None, [_try(template, [*messages, *_CALL_AND_RESULT])])
+    return texts
+
+
 def _stable_prefix_len(
-    messages: Sequence[Message],
-    text: str,
-    encoding: Encoding,
-    edges: Sequence[_Boundary],
-    template: Template,
+    encoded: EncodedText,
+    edges: Sequence[Boundary],
+    next_texts: Sequence[str],
     encode: Encode,
 ) -> int:
     """Tokens that the prompt shares with the next turn, whatever the answer is."""
-    next_texts = [
-        _try(
-            template,
-            [
-                *messages,
-                {"role": "assistant", "content": probe},
-                {"role": "user", "content": "x"},
-            ],
-        )
-        for probe in _PROBES
-    ]
-    if not all(next_texts):
+    if not next_texts:
         return 0
-    common_chars = min(_common_len(text, next_text) for next_text in next_texts)
+    common_chars = min(_common_len(encoded.text, next_text) for next_text in next_texts)
     # The tokens before the last shared edge need no second and third encoding, unless
     # this tokenizer reads a text differently when its beginning is cut off.
-    start = max((e for e in edges if e.char < common_chars), default=_Boundary(0, 0))
-    rest = encoding.token_ids[start.token :]
-    if start.token and encode(text[start.char :]).token_ids != rest:
-        start, rest = _Boundary(0, 0), encoding.token_ids
-    return start.token + min(
-        _common_len(rest, encode(next_text[start.char :]).token_ids)
-        for next_text in next_texts
-    )
+    start = max((e for e in edges if e.char < common_chars), default=Boundary(0, 0))
+    rest = encoded.token_ids[start.token :]
+    if common_chars < encoded.start.char or (
+        start.char > encoded.start.char
+        and encode(encoded.text[start.char :]).token_ids == rest
+    ):
+        tails = [encode(next_text[start.char :]).token_ids for next_text in next_texts]
+    else:
+        start = encoded.start
+        rest = encoded.token_ids[start.token :]
+        tails = [encoded.tail_ids(next_text) for next_text in next_texts]
+    return start.token + min(_common_len(rest, tail) for tail in tails)
 
 
 def _try(template: Template, messages: Sequence[Message]) -> str:
@@ -171,19 +247,6 @@ def _try(template: Template, messages: Sequence[Message]) -> str:
     except Exception:
         # Refusing a conversation that nobody sent is no error: see ``render_chat``.
         return ""
-
-
-def _token_at(char: int, text: str, encoding: Encoding, encode: Encode) -> int | None:
-    """Index of the token that starts at ``text[char]``, None if none does."""
-    if encoding.offsets is None:
-        head = encode(text[:char]).token_ids
-        return len(head) if encoding.token_ids[: len(head)] == head else None
-    index = bisect_left(encoding.offsets, char, key=lambda offset: offset[0])
-    if index == len(encoding.offsets) or encoding.offsets[index][0] != char:
-        return None
-    # Tokens that are bytes of one character share its offsets, and the first may bring
-    # more characters with it: none of them starts at a boundary.
-    return index if index == 0 or encoding.offsets[index - 1][1] <= char else None
 
 
 def _common_len(left: Sequence[_T], right: Sequence[_T]) -> int:

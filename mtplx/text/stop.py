@@ -3,7 +3,8 @@
 Decides how much of an answer may be shown while a stop string could still complete.
 The answer is what stands before the earliest place where any stop string begins,
 exactly as if the whole text had been searched at once, however it was cut into pieces.
-Knows nothing of tokens. Used on the engine thread, one matcher per request.
+Knows nothing of tokens. One matcher per text; used on the engine thread for stop
+strings, and wherever an answer is told apart for the markers in it.
 """
 
 from __future__ import annotations
@@ -26,17 +27,29 @@ class StopMatcher:
         self._held = ""
         self._held_start = 0
         self._seen = 0
-        self._match_start: int | None = None
-        self._stopped = False
+        self._match: tuple[int, str] | None = None
+        self._stop_text: str | None = None
+        self._rest = ""
 
     @property
     def stopped(self) -> bool:
         """A stop string was found; nothing more will be returned."""
-        return self._stopped
+        return self._stop_text is not None
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop string that was found. Of two that begin at the same place it is the
+        one that was complete first."""
+        return self._stop_text
+
+    @property
+    def rest(self) -> str:
+        """What was pushed behind the stop string before it was known to be one."""
+        return self._rest
 
     def push(self, text: str) -> str:
-        """Add text and returns what is now certainly part of the answer."""
-        if self._stopped:
+        """Add text and return what is now certainly part of the answer."""
+        if self.stopped:
             return ""
         if not self._patterns:
             return text
@@ -46,33 +59,33 @@ class StopMatcher:
             for pattern in self._patterns:
                 if pattern.advance(char):
                     start = self._seen - len(pattern.text)
-                    if self._match_start is None or start < self._match_start:
-                        self._match_start = start
+                    if self._match is None or start < self._match[0]:
+                        self._match = start, pattern.text
             # A match counts only when no longer stop string that began before it can
             # still complete: the earliest beginning wins, not the earliest end.
-            if self._match_start is not None and self._open_start() >= self._match_start:
-                return self._stop(self._match_start)
+            if self._match is not None and self._open_start() >= self._match[0]:
+                return self._stop(*self._match)
         return self._release(self._open_start())
 
     def flush(self) -> str:
-        """End the text and returns what is left of the answer.
+        """End the text and return what is left of the answer.
 
         May set ``stopped``: a match that waited for a longer one counts now.
         """
-        if self._stopped:
+        if self.stopped:
             return ""
-        if self._match_start is not None:
-            return self._stop(self._match_start)
+        if self._match is not None:
+            return self._stop(*self._match)
         return self._release(self._seen)
 
     def _open_start(self) -> int:
         """Where the longest suffix begins that could be the head of a stop string."""
         return self._seen - max(pattern.matched for pattern in self._patterns)
 
-    def _stop(self, start: int) -> str:
+    def _stop(self, start: int, stop_text: str) -> str:
         text = self._release(start)
-        self._stopped = True
-        self._held = ""
+        self._stop_text = stop_text
+        self._rest, self._held = self._held[len(stop_text) :], ""
         return text
 
     def _release(self, end: int) -> str:

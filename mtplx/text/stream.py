@@ -25,7 +25,8 @@ class TextStream:
     """The text of one answer.
 
     Args:
-        decode: Token ids to text without special tokens, as one text.
+        decode: Token ids to text, as one text; what has no text (end tokens, say) is
+            left out.
         prompt_token_ids: The prompt the answer continues; its end is the context of the
             first token and is never returned.
         stop: Strings that end the answer; they are not part of it.
@@ -41,6 +42,11 @@ class TextStream:
     def stopped(self) -> bool:
         """A stop string was found; nothing more will be returned."""
         return self._matcher.stopped
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop string that was found; None where none was."""
+        return self._matcher.stop_text
 
     def push(self, token_id: int) -> str:
         """Add a token and return the text that is now certain, maybe none."""

@@ -75,6 +75,7 @@ def running() -> Iterator[Server]:
 @pytest.fixture
 def server(running: Server) -> Iterator[Server]:
     running.engine.reset()
+    running.tokenizer.reset()
     yield running
     running.engine.open_gate()
     running.engine.wait_idle()

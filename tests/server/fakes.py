@@ -1,51 +1,173 @@
 """An engine and a tokenizer that behave like the real ones, without a model.
 
-The tokenizer's tokens are bytes. The engine answers ``w0 w1 w2 ...``, one word a
-token, on a thread of its own; it keeps the requests it was given, counts the prefix
-that two prompts in a row share as cached, and waits at ``gate`` before each token so
-that a test decides when time passes.
+The tokenizer's tokens are bytes, and words of answers. The engine answers with the words
+of ``answer`` (``w0 w1 w2 ...``), one a token, on a thread of its own; it keeps the
+requests it was given, counts the prefix that two prompts in a row share as cached, and
+waits at ``gate`` before each token so that a test decides when time passes. A word that
+is a stop string ends the answer.
+
+In an answer, ``<think>...</think>`` is reasoning and ``<call NAME>ARGUMENTS</call>`` a
+tool call.
 """
 
 from __future__ import annotations
 
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mtplx.errors import EngineUnavailableError, InvalidRequestError, QueueFullError
 from mtplx.metrics import PrefillClock, PrefillMetrics
+from mtplx.text.channels import AnswerFormat, Piece, Reasoning, Text
+from mtplx.text.tool_calls import PLAIN_JSON, CallArguments, CallEnd, CallStart
 from mtplx.types import (
     EngineStatus,
     Event,
     Failed,
     Finished,
     GenerationRequest,
+    PrefillProgress,
     Prompt,
+    PromptLogprobs,
     TextDelta,
+    TokenLogprob,
 )
 
-ANSWER_TOKENS = 5
+ANSWER = ("w0 ", "w1 ", "w2 ", "w3 ", "w4 ")
+ANSWER_TOKENS = len(ANSWER)
+
+BEGIN = 1
+"""The special token that the tokenizer puts before a plain text, when it encodes one."""
+
+_WORDS: list[str] = []
+
+
+def word_id(word: str) -> int:
+    """Return the token id of a word of an answer."""
+    if word not in _WORDS:
+        _WORDS.append(word)
+    return 256 + _WORDS.index(word)
+
+
+class FakeChannels:
+    """Understands the markup above, in pieces cut anywhere."""
+
+    _TAG = re.compile(r"<(think|/think|call [^>]*|/call)>")
+
+    def __init__(self) -> None:
+        self.reasoning_tokens = 0
+        self._rest = ""
+        self._kind: Callable[[str], Piece] = Text
+
+    @property
+    def unfinished_call(self) -> bool:
+        return self._kind is CallArguments
+
+    def push(self, text: str, token_ids: Sequence[int] = ()) -> list[Piece]:
+        self._rest += text
+        reasoned = self._kind is Reasoning
+        pieces = list(self._tagged())
+        if reasoned or self._kind is Reasoning:
+            self.reasoning_tokens += len(token_ids)
+        cut = self._rest.rfind("<")
+        return pieces + self._piece(len(self._rest) if cut < 0 else cut)
+
+    def finish(self, *, truncated: bool = False) -> list[Piece]:
+        return self._piece(len(self._rest))
+
+    def _tagged(self) -> Iterator[Piece]:
+        while tag := self._TAG.search(self._rest):
+            yield from self._piece(tag.start())
+            self._rest = self._rest[len(tag.group()) :]
+            name, _, argument = tag.group(1).partition(" ")
+            if name == "call":
+                yield CallStart(argument)
+            elif name == "/call":
+                yield CallEnd()
+            self._kind = {"think": Reasoning, "call": CallArguments}.get(name, Text)
+
+    def _piece(self, length: int) -> list[Piece]:
+        text, self._rest = self._rest[:length], self._rest[length:]
+        return [self._kind(text)] if text else []
 
 
 class FakeTokenizer:
-    """Bytes are tokens; the text ``forbidden`` is refused."""
+    """Bytes are tokens; the text ``forbidden`` is refused.
+
+    Attributes:
+        messages, tools, template_kwargs: Of the last ``render_chat``.
+        remembered: What ``remember`` was told.
+    """
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self.template_kwargs: dict[str, Any] = {}
+        self.reset()
 
-    def render_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> Prompt:
-        self.messages, self.template_kwargs = messages, template_kwargs
-        history = "".join(f"<{m['role']}>{m['content']}\n" for m in messages)
+    def reset(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.tools: list[dict[str, Any]] = []
+        self.edge_after: tuple[int, ...] = ()
+        self.template_kwargs: dict[str, Any] = {}
+        self.remembered: list[tuple[Prompt, tuple[int, ...], dict[str, Any]]] = []
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        continue_final_message: bool = False,
+        edge_after: Sequence[int] = (),
+        **template_kwargs: Any,
+    ) -> Prompt:
+        self.messages = [dict(message) for message in messages]
+        self.tools = [dict(tool) for tool in tools]
+        self.edge_after = tuple(edge_after)
+        self.template_kwargs = template_kwargs
+        history = "".join(f"<tool>{tool['function']['name']}\n" for tool in tools)
+        for message in messages:
+            calls = [call["function"] for call in message.get("tool_calls", ())]
+            text = message["content"]
+            text += "".join(f"{each['name']}{each['arguments']}" for each in calls)
+            history += f"<{message['role']}>{text}\n"
+        if continue_final_message:
+            return self.render_text(history.removesuffix("\n"))
         prompt = self.render_text(history + "<assistant>")
-        return Prompt(prompt.token_ids, (len(history),), len(history))
+        return Prompt(prompt.token_ids, (len(history),), len(history), prompt.text)
 
     def render_text(self, text: str) -> Prompt:
         if "forbidden" in text:
             raise InvalidRequestError("This text is forbidden.", param="messages")
-        return Prompt(tuple(text.encode()))
+        return Prompt(tuple(text.encode()), text=text)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [*([BEGIN] if add_special_tokens else []), *self.render_text(text).token_ids]
+
+    @property
+    def answer_format(self) -> AnswerFormat:
+        return AnswerFormat(("<think>", "</think>"), PLAIN_JSON)
+
+    def opens_reasoning(self, prompt: Prompt) -> bool:
+        return False
+
+    def channels(
+        self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> FakeChannels:
+        return FakeChannels()
+
+    def remember(
+        self, prompt: Prompt, token_ids: Sequence[int], message: Mapping[str, Any]
+    ) -> None:
+        self.remembered.append((prompt, tuple(token_ids), dict(message)))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id < 256:
+            return bytes([token_id])
+        return _WORDS[token_id - 256].encode()
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode(errors="replace")
 
 
 class FakeEngine:
@@ -56,7 +178,9 @@ class FakeEngine:
             cancellation passes.
         failure: When set, the event that replaces the second token of every answer.
         refusal: When set, what ``submit`` raises.
+        room: When set, how many requests are taken; more find the queue full.
         alive: What ``status`` says.
+        answer: The words of every answer.
         requests: What was submitted.
         ended: Request id -> its last event.
     """
@@ -76,13 +200,17 @@ class FakeEngine:
         self.gate.set()
         self.failure: Failed | None = None
         self.refusal: Exception | None = None
+        self.room: int | None = None
         self.alive = True
+        self.answer: Sequence[str] = ANSWER
         self.requests: list[GenerationRequest] = []
         self.ended: dict[str, Event] = {}
 
     def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> None:
         if self.refusal is not None:
             raise self.refusal
+        if len(self.requests) == self.room:
+            raise queue_full()
         with self._changed:
             self.requests.append(request)
             self._changed.notify_all()
@@ -137,17 +265,28 @@ class FakeEngine:
     def _answer(
         self, request: GenerationRequest, on_event: Callable[[Event], None]
     ) -> Event:
+        prompt_tokens = len(request.prompt.token_ids)
+        on_event(PrefillProgress(0, 0, prompt_tokens))
         metrics = self._prefill(request)
-        tokens = min(request.max_new_tokens, ANSWER_TOKENS)
+        on_event(PrefillProgress(prompt_tokens, metrics.cached_tokens, prompt_tokens))
+        if request.prompt_logprobs:
+            scored = [_scored(t, request) for t in request.prompt.token_ids[1:]]
+            on_event(PromptLogprobs((None, *scored)))
+        words = self.answer[: request.max_new_tokens]
         on_event(TextDelta("", ()))
-        for n in range(tokens):
+        for n, word in enumerate(words):
             if not self._may_go_on(request.request_id):
                 return Finished("cancelled", n, metrics if n else None)
             if n == 1 and self.failure is not None:
                 return self.failure
-            on_event(TextDelta(f"w{n} ", (n,)))
-        whole = tokens == ANSWER_TOKENS
-        return Finished("stop" if whole else "length", tokens, metrics)
+            token_id = word_id(word)
+            if word in request.stop:
+                on_event(TextDelta("", (token_id,)))
+                return Finished("stop", n + 1, metrics, stop_text=word)
+            logprobs = () if request.logprobs is None else (_scored(token_id, request),)
+            on_event(TextDelta(word, (token_id,), logprobs))
+        whole = len(words) == len(self.answer)
+        return Finished("stop" if whole else "length", len(words), metrics)
 
     def _may_go_on(self, request_id: str) -> bool:
         with self._changed:
@@ -169,6 +308,12 @@ class FakeEngine:
         clock.computed(len(token_ids) - cached, 0.001)
         clock.end_s = clock.first_token_s = time.perf_counter()
         return clock.metrics()
+
+
+def _scored(token_id: int, request: GenerationRequest) -> TokenLogprob:
+    """The token has probability 1/2, byte 63 ("?") 1/4, byte 255 (no text) 1/8."""
+    top = ((token_id, -0.5), (63, -1.5), (255, -2.5))
+    return TokenLogprob(token_id, -0.5, top[: request.logprobs or 0])
 
 
 def queue_full() -> QueueFullError:

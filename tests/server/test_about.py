@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx
+import pytest
 from openai import OpenAI
 
 from mtplx import __version__
@@ -60,6 +61,13 @@ def test_head(http: httpx.Client) -> None:
     for path in ("/health", "/v1/models", f"/v1/models/{INFO.name}"):
         answer = http.head(path)
         assert (answer.status_code, answer.content) == (200, b"")
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+def test_no_page_that_loads_from_elsewhere(http: httpx.Client, path: str) -> None:
+    answer = http.get(path)
+    assert answer.status_code == 404
+    assert "<script" not in answer.text
 
 
 def test_document_describes_bodies_and_answers(http: httpx.Client) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mtplx.server.fields import BODY
-from mtplx.server.requests import ChatBody
+from mtplx.server.chat_body import ChatBody
+from mtplx.server.fields import CHAT as TABLE
 from tests.server.conftest import INFO, MAX_BODY_BYTES
 from tests.server.fakes import FakeEngine
 
@@ -44,6 +44,11 @@ def check(answer: httpx.Response, status: int, param: str | None, code: str) -> 
     return str(error["message"])
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
+
+
 BAD_FIELDS = [
     ({"messages": []}, "messages", VALUE),
     ({"messages": None}, "messages", MISSING),
@@ -53,7 +58,13 @@ BAD_FIELDS = [
     (message(role="wizard", content="x"), "messages[1].role", VALUE),
     (message(role=1, content="x"), "messages[1].role", TYPE),
     (message(content="x"), "messages[1].role", MISSING),
-    (message(role="tool", content="x"), "messages[1].role", UNSUPPORTED),
+    (message(role="function", content="x"), "messages[1].role", UNSUPPORTED),
+    (message(role="tool", content="x"), "messages[1].tool_call_id", VALUE),
+    (
+        message(role="user", content="x", tool_call_id="a"),
+        "messages[1].tool_call_id",
+        VALUE,
+    ),
     (message(role="user"), "messages[1].content", MISSING),
     (message(role="user", content=None), "messages[1].content", MISSING),
     (message(role="user", content=5), "messages[1].content", VALUE),
@@ -61,10 +72,22 @@ BAD_FIELDS = [
     (message(role="user", content=["x"]), "messages[1].content[0]", TYPE),
     (message(role="user", content="x", id=5), "messages[1].id", UNKNOWN),
     (
-        message(role="assistant", content="x", tool_calls=[{"id": "1"}]),
-        "messages[1].tool_calls",
+        message(role="assistant", tool_calls=[{"id": "1"}]),
+        "messages[1].tool_calls[0].function",
+        MISSING,
+    ),
+    (
+        message(role="assistant", tool_calls=[CALL | {"type": "custom"}]),
+        "messages[1].tool_calls[0].type",
         UNSUPPORTED,
     ),
+    (message(role="user", content="x", tool_calls=[CALL]), "messages[1].tool_calls", VALUE),
+    (
+        message(role="assistant", content="x", function_call={"name": "f"}),
+        "messages[1].function_call",
+        UNSUPPORTED,
+    ),
+    (message(role="assistant", content=None), "messages[1].content", MISSING),
     (part(type="text"), "messages[0].content[0].text", MISSING),
     (part(type="text", text=5), "messages[0].content[0].text", TYPE),
     (part(type="image_url", text="x"), "messages[0].content[0].type", UNSUPPORTED),
@@ -73,7 +96,7 @@ BAD_FIELDS = [
         "messages[0].content[0].image_url",
         UNSUPPORTED,
     ),
-    ({"model": "gpt-4"}, "model", "model_not_found"),
+    ({"model": "llama"}, "model", "model_not_found"),
     ({"model": 5}, "model", TYPE),
     ({"temperature": -0.1}, "temperature", VALUE),
     ({"temperature": 2.1}, "temperature", VALUE),
@@ -118,15 +141,60 @@ BAD_FIELDS = [
     ),
     ({"chat_template_kwargs": []}, "chat_template_kwargs", TYPE),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", VALUE),
-    ({"tools": [{"type": "function"}]}, "tools", UNSUPPORTED),
-    ({"n": 2}, "n", UNSUPPORTED),
-    ({"n": True}, "n", UNSUPPORTED),
-    ({"logprobs": True}, "logprobs", UNSUPPORTED),
-    ({"logprobs": 0}, "logprobs", UNSUPPORTED),
-    ({"logit_bias": {"5": 1}}, "logit_bias", UNSUPPORTED),
-    ({"response_format": {"type": "json_object"}}, "response_format", UNSUPPORTED),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", MISSING),
+    ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom", UNSUPPORTED),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", UNSUPPORTED),
+    ({"tools": [TOOL, TOOL]}, "tools", VALUE),
+    ({"tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name", VALUE),
+    ({"tool_choice": "required"}, "tool_choice", VALUE),
+    ({"tool_choice": "any"}, "tool_choice", VALUE),
+    ({"tool_choice": TOOL}, "tool_choice", VALUE),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function"}},
+        "tool_choice.function",
+        MISSING,
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {}}},
+        "tool_choice.function.name",
+        MISSING,
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+        "tool_choice.type",
+        UNSUPPORTED,
+    ),
+    ({"functions": [{"name": "f"}]}, "functions", UNSUPPORTED),
+    ({"function_call": {"name": "f"}}, "function_call", UNSUPPORTED),
+    ({"n": 0}, "n", VALUE),
+    ({"n": 17}, "n", VALUE),
+    ({"n": True}, "n", TYPE),
+    ({"logprobs": 0}, "logprobs", TYPE),
+    ({"top_logprobs": 1}, "top_logprobs", VALUE),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", VALUE),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5", VALUE),
+    ({"logit_bias": {"x": 1}}, "logit_bias", VALUE),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", VALUE),
+    ({"logit_bias": {"256": 1}}, "logit_bias", VALUE),
+    ({"response_format": {"type": "xml"}}, "response_format.type", VALUE),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", VALUE),
+    (
+        {"response_format": SCHEMA, "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+        VALUE,
+    ),
+    ({"structured_outputs": {}}, "structured_outputs", VALUE),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", VALUE),
+    (
+        {"structured_outputs": {"structural_tag": "x"}},
+        "structured_outputs.structural_tag",
+        UNSUPPORTED,
+    ),
     ({"store": True}, "store", UNSUPPORTED),
-    ({"reasoning_effort": "low"}, "reasoning_effort", UNSUPPORTED),
+    ({"reasoning_effort": "extreme"}, "reasoning_effort", VALUE),
+    ({"continue_final_message": True}, "continue_final_message", VALUE),
+    ({"add_generation_prompt": False}, "add_generation_prompt", VALUE),
+    ({"return_progress": True}, "return_progress", VALUE),
     ({"temprature": 1}, "temprature", UNKNOWN),
     ({"{braces}": 1}, "{braces}", UNKNOWN),
     ({"x" * 5000: 1}, None, UNKNOWN),
@@ -191,14 +259,14 @@ def test_messages_help(http: httpx.Client) -> None:
         "`max_tokens` should be greater than or equal to 1, not 0."
     )
     assert said(messages=[]) == "`messages` should have at least 1 item, not 0."
-    assert said(n=2) == "`n` is not supported; only 1 is accepted."
-    assert said(model="gpt-4") == (
-        "The model 'gpt-4' is not served here; use 'org/fake-model'."
+    assert said(store=True) == "`store` is not supported; only false is accepted."
+    assert said(model="llama") == (
+        "The model 'llama' is not served here; use 'org/fake-model'."
     )
 
 
 def test_null_is_absent_and_defaults_ask_for_nothing(http: httpx.Client) -> None:
-    optional = set(ChatBody.model_fields) | set(BODY.refused) | set(BODY.ignored)
+    optional = set(ChatBody.model_fields) | set(TABLE.refused) | set(TABLE.ignored)
     nulls = dict.fromkeys(optional - {"messages"})
     defaults = {
         "n": 1,
@@ -240,7 +308,7 @@ def test_paths_and_methods(http: httpx.Client) -> None:
     check(wrong, 405, None, "method_not_allowed")
     assert wrong.headers["allow"] == "POST"
     check(http.delete("/health"), 405, None, "method_not_allowed")
-    check(http.get("/v1/models/gpt-4"), 404, "model", "model_not_found")
+    check(http.get("/v1/models/llama"), 404, "model", "model_not_found")
 
 
 def test_body_limit_is_exact(http: httpx.Client) -> None:

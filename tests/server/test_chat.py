@@ -142,6 +142,7 @@ def test_every_honoured_field_reaches_the_engine(
                 "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
             },
             {"role": "assistant", "content": "", "refusal": None, "tool_calls": []},
+            {"role": "system", "content": "Be kind."},
             {"role": "user", "content": "c"},
         ],
         "temperature": 0,
@@ -152,6 +153,7 @@ def test_every_honoured_field_reaches_the_engine(
         "repetition_penalty": 1.1,
         "presence_penalty": -2,
         "frequency_penalty": 2,
+        "logit_bias": {"5": -100, "6": 1.5},
         "stop": ["x", "y"],
         "max_completion_tokens": 3,
         "max_tokens": 3,
@@ -174,11 +176,13 @@ def test_every_honoured_field_reaches_the_engine(
         repetition_penalty=1.1,
         presence_penalty=-2,
         frequency_penalty=2,
+        logit_bias=((5, -100), (6, 1.5)),
     )
     assert server.tokenizer.messages == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "ab", "name": "ann"},
         {"role": "assistant", "content": ""},
+        {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "c"},
     ]
     assert server.tokenizer.template_kwargs == {"enable_thinking": False}
@@ -197,7 +201,7 @@ def test_typed_exceptions(engine: FakeEngine, openai: OpenAI) -> None:
         openai.chat.completions.create(model=INFO.name, messages=[])
     assert bad.value.param == "messages"
     with pytest.raises(sdk.NotFoundError, match="org/fake-model") as missing:
-        openai.chat.completions.create(model="gpt-4", messages=USER)
+        openai.chat.completions.create(model="llama", messages=USER)
     assert missing.value.code == "model_not_found"
     long = [{"role": "user", "content": "x" * INFO.context_length}]
     with pytest.raises(sdk.BadRequestError, match="maximum context length is 400") as full:
@@ -277,12 +281,13 @@ def test_one_log_line_without_the_prompt(
         http.get("/health")  # on the same connection: the lines before it are written
     lines = [r.getMessage() for r in caplog.records if r.name == "mtplx.server"]
     own = [
-        [line for line in lines if line.startswith(answer.headers["x-request-id"])]
+        [line for line in lines if answer.headers["x-request-id"] in line]
         for answer in answers
     ]
     assert [len(each) for each in own] == [1, 1, 1]
     for [line] in own[:2]:
-        assert f"POST /v1/chat/completions 200 stop prompt={PROMPT_TOKENS} cached=" in line
+        assert "path=/v1/chat/completions status=200 outcome=stop" in line
+        assert f"prompt={PROMPT_TOKENS} cached=" in line
         assert "completion=5 ttft=" in line
-    assert "GET /nothing%0Ahere 404 total=" in own[2][0]
+    assert "path=/nothing%0Ahere status=404 total=" in own[2][0]
     assert "Hello" not in caplog.text

@@ -85,8 +85,14 @@ def test_a_waiting_request_is_cancelled_too(server: Server, http: httpx.Client) 
     settle(server, http)
 
 
+def generations_in_memory() -> int:
+    gc.collect()
+    return sum(type(each) is Generation for each in gc.get_objects())
+
+
 def test_fifty_dropped_streams_leave_nothing(server: Server, http: httpx.Client) -> None:
     engine = server.engine
+    before = generations_in_memory()
     for n in range(50):
         engine.gate.clear()
         client = send_raw(server, {"messages": USER, "stream": True})
@@ -95,9 +101,11 @@ def test_fifty_dropped_streams_leave_nothing(server: Server, http: httpx.Client)
         engine.wait(lambda n=n: len(engine.ended) == n + 1)  # type: ignore[misc]
     assert reasons(engine) == ["cancelled"] * 50
     settle(server, http)
-    http.get("/health")
-    gc.collect()
-    assert [each for each in gc.get_objects() if isinstance(each, Generation)] == []
+    for _ in range(100):  # the threads are a moment later than what they tell
+        http.get("/health")
+        if (left := generations_in_memory()) <= before:
+            break
+    assert left <= before
     engine.open_gate()
     assert http.post(CHAT, json={"messages": USER}).status_code == 200
 

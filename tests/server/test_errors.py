@@ -1,20 +1,13 @@
-"""The table of errors is complete, and the tables of fields know OpenAI's API."""
+"""The table of errors is complete."""
 
 from __future__ import annotations
 
 import inspect
-import typing
 
 import pytest
-from openai.types import completion_create_params as completion
-from openai.types.chat import chat_completion_content_part_text_param as text_part
-from openai.types.chat import chat_completion_stream_options_param as stream_options
-from openai.types.chat import completion_create_params as chat
 
 from mtplx import errors
 from mtplx.server.errors import TABLE, error_body, error_headers, row_of
-from mtplx.server.fields import BODY, CONTENT_PART, STREAM_OPTIONS, FieldTable
-from mtplx.server.requests import ChatBody, CompletionBody, StreamOptions, TextPart
 
 
 def test_every_error_has_a_row() -> None:
@@ -66,30 +59,3 @@ def test_own_code_and_param_win() -> None:
 def test_retry_after_is_whole_seconds(wait_s: float, header: str) -> None:
     error = errors.QueueFullError("Full.", retry_after_s=wait_s)
     assert error_headers(error) == {"Retry-After": header}
-
-
-@pytest.mark.parametrize(
-    ("params", "model", "table"),
-    [
-        (chat.CompletionCreateParamsBase, ChatBody, BODY),
-        (completion.CompletionCreateParamsBase, CompletionBody, BODY),
-        (text_part.ChatCompletionContentPartTextParam, TextPart, CONTENT_PART),
-        (stream_options.ChatCompletionStreamOptionsParam, StreamOptions, STREAM_OPTIONS),
-    ],
-)
-def test_no_field_of_the_sdk_is_unknown(
-    params: type, model: type[ChatBody], table: FieldTable
-) -> None:
-    theirs = set(typing.get_type_hints(params)) - {"stream"}
-    assert theirs
-    assert theirs <= {*model.model_fields, *table.ignored, *table.refused}
-
-
-def test_a_field_has_one_meaning() -> None:
-    for model, table in (
-        (ChatBody, BODY),
-        (CompletionBody, BODY),
-        (TextPart, CONTENT_PART),
-    ):
-        meanings = [*model.model_fields, *table.ignored, *table.refused]
-        assert len(meanings) == len(set(meanings))

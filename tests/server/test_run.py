@@ -7,13 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from mtplx.errors import ConfigError
-from mtplx.server.run import reserve, serve
+from mtplx.server.run import HttpServer, reserve, serve
 from tests.server.conftest import Server
+from tests.server.fakes import FakeEngine
+from tests.server.small_app import small_app
 
 USER = [{"role": "user", "content": "Hello"}]
 PROGRAM = """
@@ -64,6 +68,62 @@ def test_an_address_of_another_machine() -> None:
 def test_a_host_that_does_not_exist(host: str) -> None:
     with pytest.raises(ConfigError, match="Check --host"):
         reserve(host, 0)
+
+
+@pytest.fixture
+def impatient() -> Iterator[tuple[str, int]]:
+    """The address of a server that does not wait long for headers."""
+    started = threading.Event()
+    engine = FakeEngine()
+    http = HttpServer(
+        small_app(engine),
+        reserve("127.0.0.1", 0),
+        on_started=lambda url: started.set(),
+        header_timeout_s=0.5,
+    )
+    thread = threading.Thread(target=http.run, daemon=True)
+    thread.start()
+    assert started.wait(10)
+    yield "127.0.0.1", int(http.url.rpartition(":")[2])
+    http.stop()
+    thread.join(10)
+    engine.close()
+
+
+HEALTH = b"HEAD /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(("before", "sent"), [(0, b""), (0, HEALTH[:-2]), (1, HEALTH[:9])])
+def test_headers_are_not_waited_for_forever(
+    impatient: tuple[str, int], before: int, sent: bytes
+) -> None:
+    with socket.create_connection(impatient, timeout=10) as client:
+        for _ in range(before):
+            client.sendall(HEALTH)
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        client.sendall(sent)
+        while client.recv(1 << 16):
+            pass
+
+
+def test_a_connection_that_has_asked_outlives_the_wait_for_headers(
+    impatient: tuple[str, int],
+) -> None:
+    with (
+        socket.create_connection(impatient, timeout=10) as client,
+        socket.create_connection(impatient, timeout=10) as later,
+    ):
+        client.sendall(HEALTH)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        assert later.recv(1) == b""  # the wait that began later is over
+        client.sendall(HEALTH)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+def test_headers_have_a_limit(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nX: " + b"a" * 100_000)
+        assert client.recv(64).startswith(b"HTTP/1.1 400")
 
 
 def test_stopped_server_ends_streams_with_an_error() -> None:

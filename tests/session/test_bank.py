@@ -516,20 +516,21 @@ def behave(steps, any_prefix, size, max_bytes=None):
     bank = SessionBank(size, max_bytes=max_bytes)
     stored: list[tuple[tuple[int, ...], set[int]]] = []
     running: list[Request] = []
+    pinned = False
     whole = size > 10_000 and max_bytes is None
     for kind, what, more in steps:
         if kind == "start":
             try:
                 request = Request(bank, what, key)
             except KVBudgetError:
-                assert running or BYTES_PER_TOKEN * len(what) > max_bytes
+                assert running or pinned or BYTES_PER_TOKEN * len(what) > max_bytes
                 continue
             assert request.restored == tuple(what[: request.length])
             if whole:
                 assert request.length == _longest(stored, what, any_prefix)
             running.append(request)
         elif kind == "pin":
-            bank.pin(key, what)
+            pinned = bool(bank.pin(key, what)) or pinned
         elif running:
             request = running[what % len(running)]
             if kind == "go on":

@@ -7,17 +7,24 @@ from collections.abc import Sequence
 import pytest
 
 from mtplx.errors import InvalidRequestError
-from mtplx.text.render import Encoding, render_chat
+from mtplx.text.encoding import Encoding
+from mtplx.text.render import render_chat
 from mtplx.text.tokenizer import Tokenizer
 
 from .tokenizers_factory import (
     ALTERNATING,
     CHATML,
+    LLAMA,
+    MISTRAL,
+    QWEN,
     THINKING,
     assistant,
+    call,
     make_tokenizer,
     make_wrapper,
+    result,
     system,
+    tool,
     user,
 )
 
@@ -32,7 +39,9 @@ TALK = [
 ]
 KINDS = pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "char"])
 TEMPLATES = pytest.mark.parametrize(
-    "template", [CHATML, THINKING, ALTERNATING], ids=["chatml", "thinking", "alternating"]
+    "template",
+    [CHATML, THINKING, ALTERNATING, QWEN, LLAMA, MISTRAL],
+    ids=["chatml", "thinking", "alternating", "qwen", "llama", "mistral"],
 )
 
 
@@ -97,17 +106,17 @@ def test_the_empty_reasoning_of_the_header_is_not_stable(kind):
 
 @KINDS
 def test_reasoning_that_the_next_turn_loses_is_not_stable(kind):
-    tokenizer = make_tokenizer(kind, template=THINKING)
+    tokenizer = make_tokenizer(kind, template=QWEN)
     messages = [
         user("Read it."),
         assistant("Reading.", reasoning_content="A file."),
-        {"role": "tool", "content": "text"},
+        result("text"),
     ]
     prompt = tokenizer.render_chat(messages)
-    stable = text_before(kind, THINKING, messages, prompt.stable_prefix_len)
+    stable = text_before(kind, QWEN, messages, prompt.stable_prefix_len)
     assert stable.endswith("<|im_start|>assistant\n")
     assert "<think>" not in stable
-    # Old states stay reachable: the end of the question, and that of the tool's answer.
+    # Old states stay reachable: the ends of the question, the answer and the result.
     assert len(prompt.edges) == 3
 
 
@@ -259,3 +268,113 @@ def test_a_template_cannot_change_the_messages_it_is_given():
     messages = [user("kept")]
     Tokenizer(TokenizerWrapper(inner, chat_template=pop)).render_chat(messages)
     assert messages == [user("kept")]
+
+
+TOOLS = [tool("read", path="string"), tool("list")]
+CALL = assistant("", tool_calls=[call("read", '{"path": "a"}')])
+TOOL_TEMPLATES = pytest.mark.parametrize(
+    "template", [CHATML, QWEN, LLAMA, MISTRAL], ids=["chatml", "qwen", "llama", "mistral"]
+)
+
+
+@KINDS
+@TOOL_TEMPLATES
+def test_with_tools_a_call_or_a_question_may_come_next(kind, template):
+    tokenizer = make_tokenizer(kind, template=template)
+    thought = assistant("", reasoning_content="Hm.", tool_calls=CALL["tool_calls"])
+    for messages in (
+        [user("Hi")],
+        [system("Be brief."), user("Hi"), CALL, result("x")],
+        [system("Be brief."), user("Hi"), thought, result("x")],
+    ):
+        now = tokenizer.render_chat(messages, tools=TOOLS)
+        stable = now.token_ids[: now.stable_prefix_len]
+        assert stable
+        for turn in (
+            [assistant("Yes"), user("Why?")],
+            [assistant("\n\n0"), user("Why?")],
+            [CALL, result("y")],
+            [thought, result("y")],
+            [assistant("So", tool_calls=CALL["tool_calls"]), result("y")],
+        ):
+            later = tokenizer.render_chat([*messages, *turn], tools=TOOLS)
+            assert later.token_ids[: len(stable)] == stable
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (QWEN, ["}}}}<|im_end|>\n"]),
+        (LLAMA, ["Be brief.<|im_end|>", "}}}}\n\n"]),
+        (MISTRAL, ["Be brief.<|im_end|>", "}}}}][/AVAILABLE_TOOLS][INST] "]),
+    ],
+    ids=["qwen", "llama", "mistral"],
+)
+def test_the_system_block_and_the_tools_end_at_edges(kind, template, ends):
+    prompt = make_tokenizer(kind, template=template).render_chat(
+        [system("Be brief."), user("Hi")], tools=TOOLS
+    )
+    heads = [prompt.text[:char] for char in prompt.edge_chars]
+    assert all(head.endswith(end) for head, end in zip(heads, ends, strict=False))
+    # Then comes the end of the question, where there is a header after it.
+    assert len(heads) == len(ends) + (template != MISTRAL)
+
+
+def test_tools_without_a_system_message_end_at_an_edge():
+    prompt = make_tokenizer(template=QWEN).render_chat([user("Hi")], tools=TOOLS)
+    assert prompt.text[: prompt.edge_chars[0]].endswith("<|im_end|>\n<|im_start|>user\n")
+
+
+@KINDS
+def test_an_edge_is_where_it_was_asked_for(kind):
+    talk = [*TALK, *[assistant("No."), user("Why?")] * 4]
+    tokenizer = make_tokenizer(kind)
+    usual = tokenizer.render_chat(talk)
+    asked = tokenizer.render_chat(talk, edge_after=[1, len(talk) - 1])
+    (edge,) = set(asked.edges) - set(usual.edges)
+    assert text_before(kind, CHATML, talk, edge).endswith("What is Paris?<|im_end|>\n")
+
+
+@KINDS
+@TEMPLATES
+@pytest.mark.parametrize("begun", ["It is", "It is \n", ""])
+def test_a_begun_answer_stays_open(kind, template, begun):
+    tokenizer = make_tokenizer(kind, template=template)
+    talk = [*TALK, assistant(begun)]
+    prompt = tokenizer.render_chat(talk, continue_final_message=True)
+    assert prompt.text.endswith(begun)
+    whole = tokenizer.render_chat([*talk[:-1], assistant("It is \nbig."), user("Oh")])
+    # This template takes the empty reasoning away again.
+    assert whole.text.startswith(prompt.text) or template == THINKING
+    stable = prompt.token_ids[: prompt.stable_prefix_len]
+    assert whole.token_ids[: len(stable)] == stable
+    assert prompt.edge_chars[-1] <= len(prompt.text) - len(begun)
+    assert prompt.stable_prefix_len > 0
+
+
+@pytest.mark.parametrize(
+    "messages", [[], [user("a")], [user("a"), CALL]], ids=["none", "user", "call"]
+)
+def test_only_an_answer_can_be_continued(messages):
+    with pytest.raises(InvalidRequestError, match="assistant") as caught:
+        make_tokenizer().render_chat(messages, continue_final_message=True)
+    assert caught.value.param == "messages"
+
+
+def test_a_template_that_hides_the_begun_answer_is_refused():
+    template = "{% for m in messages[:1] %}{{ m.content }}{% endfor %}"
+    with pytest.raises(InvalidRequestError, match="does not show the last message"):
+        make_tokenizer(template=template).render_chat(
+            [user("a"), assistant("b")], continue_final_message=True
+        )
+
+
+@KINDS
+def test_a_late_system_message_stays_in_its_place(kind):
+    talk = [*TALK[:3], system("Now in French."), TALK[3]]
+    for template in (CHATML, QWEN, LLAMA):
+        text = make_tokenizer(kind, template=template).render_chat(talk).text
+        assert text.index("A city.") < text.index("Now in French.") < text.index("Is it")
+    with pytest.raises(InvalidRequestError, match="refuses these messages"):
+        make_tokenizer(kind, template=ALTERNATING).render_chat(talk)

@@ -29,6 +29,22 @@ def test_any_split_finds_what_a_search_of_the_whole_text_finds(stops, pieces):
     assert feed(stops, pieces) == search(stops, "".join(pieces))
 
 
+@given(st.lists(letters, max_size=4), st.lists(letters, max_size=8))
+def test_what_was_found_and_what_came_behind_it_is_told(stops, pieces):
+    matcher = StopMatcher(stops)
+    text, pushed = "", ""
+    for piece in pieces:
+        if not matcher.stopped:
+            text += matcher.push(piece)
+            pushed += piece
+    text += matcher.flush()
+    if matcher.stopped:
+        assert matcher.stop_text in stops
+        assert text + matcher.stop_text + matcher.rest == pushed
+    else:
+        assert (matcher.stop_text, matcher.rest) == (None, "")
+
+
 @given(st.lists(letters, min_size=1, max_size=4), st.text("ab", max_size=30))
 def test_nothing_is_returned_too_early_or_held_too_long(stops, text):
     stops = [stop for stop in stops if stop]

@@ -125,6 +125,7 @@ def test_a_stop_string_inside_a_token_ends_the_answer_there():
         if stream.stopped:
             break
     assert stream.stopped
+    assert stream.stop_text == "ari"
     assert text + stream.finish() == "The capital of France is P"
 
 
@@ -132,6 +133,7 @@ def test_finish_returns_what_was_held_for_a_stop_string():
     stream = CHAR.text_stream((), stop=("STOP",))
     assert play(stream, CHAR.encode("no ST", add_special_tokens=False)) == "no ST"
     assert not stream.stopped
+    assert stream.stop_text is None
 
 
 def test_a_stop_string_completed_by_the_last_character_counts():

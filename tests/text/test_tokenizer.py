@@ -126,6 +126,31 @@ def test_threads_render_while_another_decodes(kind):
         }
 
 
+@KINDS
+def test_the_bytes_of_tokens_add_up_to_their_text(kind):
+    tokenizer = make_tokenizer(kind)
+    text = "The capital\n of Köln: 日本 é🙂" if kind != "char" else "The capital\n of Köln"
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    data = b"".join(tokenizer.token_bytes(token_id) for token_id in token_ids)
+    # SentencePiece writes a space before every text.
+    assert data.decode() == (" " + text if kind == "byte_fallback" else text)
+    texts = [tokenizer.token_text(token_id) for token_id in token_ids]
+    assert ("\ufffd" in "".join(texts)) == (kind != "char")
+
+
+@KINDS
+def test_special_tokens_are_written_out_and_unknown_ones_are_nothing(kind):
+    tokenizer = make_tokenizer(kind)
+    (end,) = tokenizer.eos_token_ids
+    assert tokenizer.token_text(end) == "<|im_end|>"
+    assert tokenizer.token_bytes(end) == b"<|im_end|>"
+    assert tokenizer.decode([end]) == ""
+    assert tokenizer.decode([end], skip_special_tokens=False) == "<|im_end|>"
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
+    assert tokenizer.token_text(tokenizer.vocab_size) == ""
+    assert tokenizer.token_bytes(-1) == b""
+
+
 def test_the_layer_imports_no_mlx():
     code = (
         "import mtplx.text.tokenizer, sys; "

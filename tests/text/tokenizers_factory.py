@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import mistral
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
@@ -70,6 +71,92 @@ ALTERNATING = """
 {%- endfor -%}
 """
 """No system role of its own, no generation header, nothing but alternation."""
+
+QWEN = """
+{%- set ns = namespace(last=-1) -%}
+{%- for m in messages -%}
+  {%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- if tools or messages[0].role == 'system' -%}
+  {{- '<|im_start|>system\\n' -}}
+  {%- if messages[0].role == 'system' -%}{{- messages[0].content -}}{%- endif -%}
+  {%- if tools -%}
+    {{- '\\n\\n# Tools' -}}
+    {%- for tool in tools -%}{{- '\\n' + (tool | tojson) -}}{%- endfor -%}
+  {%- endif -%}
+  {{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for m in messages -%}
+  {%- if m.role == 'tool' -%}
+    {{- '<|im_start|>user\\n<tool_response>\\n' + m.content -}}
+    {{- '\\n</tool_response><|im_end|>\\n' -}}
+  {%- elif m.role != 'system' or not loop.first -%}
+    {{- '<|im_start|>' + m.role + '\\n' -}}
+    {%- if m.role == 'assistant' and loop.index0 > ns.last and m.reasoning_content -%}
+      {{- '<think>\\n' + m.reasoning_content.strip() + '\\n</think>\\n\\n' -}}
+    {%- endif -%}
+    {{- (m.content or '').strip() -}}
+    {%- for call in m.tool_calls or [] -%}
+      {{- '\\n' if m.content or not loop.first else '' -}}
+      {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' -}}
+      {{- (call.function.arguments | tojson) + '}\\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+"""Tools in the system block; reasoning until the next question; content is trimmed."""
+
+LLAMA = """
+{{- '<|bos|>' -}}
+{%- for m in messages -%}
+  {{- '<|im_start|>' + m.role + '\\n\\n' -}}
+  {%- if m.tool_calls -%}
+    {%- set call = m.tool_calls[0].function -%}
+    {{- '{"name": "' + call.name + '", "parameters": ' -}}
+    {{- (call.arguments | tojson) + '}' -}}
+  {%- else -%}
+    {%- if m.role == 'user' and tools and loop.index0 <= 1 -%}
+      {%- for tool in tools -%}{{- (tool | tojson) + '\\n\\n' -}}{%- endfor -%}
+    {%- endif -%}
+    {{- m.content | trim -}}
+  {%- endif -%}
+  {{- '<|im_end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n\\n' -}}{%- endif -%}
+"""
+"""Tools in the first question, calls without markers, no newline between messages."""
+
+MISTRAL = """
+{{- '<|bos|>' -}}
+{%- set ns = namespace(last=-1) -%}
+{%- for m in messages -%}
+  {%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- for m in messages -%}
+  {%- if m.role == 'user' -%}
+    {%- if loop.index0 == ns.last and tools -%}
+      {{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' -}}
+    {%- endif -%}
+    {{- '[INST] ' + m.content + '[/INST]' -}}
+  {%- elif m.tool_calls -%}
+    {{- '[TOOL_CALLS] [' -}}
+    {%- for call in m.tool_calls -%}
+      {%- if call.id | length != 9 -%}{{ raise_exception('nine letters') }}{%- endif -%}
+      {{- '{"name": "' + call.function.name + '", "arguments": ' -}}
+      {{- (call.function.arguments | tojson) + ', "id": "' + call.id + '"}' -}}
+      {{- '' if loop.last else ', ' -}}
+    {%- endfor -%}
+    {{- ']<|im_end|>' -}}
+  {%- elif m.role == 'tool' -%}
+    {{- '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' -}}
+  {%- else -%}
+    {{- ' ' + m.content.strip() + '<|im_end|>' -}}
+  {%- endif -%}
+{%- endfor -%}
+"""
+"""Tools before the last question, the server's ids in calls, no generation header."""
 
 
 @cache
@@ -152,6 +239,13 @@ def make_wrapper(kind: str = "byte_level", *, template: str | None = CHATML) -> 
             tokenizer_object=Backend.from_str(source()), **special
         )
     tokenizer.chat_template = template
+    if template == MISTRAL:
+        return TokenizerWrapper(
+            tokenizer,
+            tool_call_start=mistral.tool_call_start,
+            tool_call_end=mistral.tool_call_end,
+            tool_parser=mistral.parse_tool_call,
+        )
     return TokenizerWrapper(tokenizer)
 
 
@@ -163,8 +257,24 @@ def user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
 
-def assistant(content: str, **extra: str) -> dict[str, str]:
+def assistant(content: str | None, **extra: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **extra}
+
+
+def call(name: str, arguments: str, *, call_id: str = "call00001") -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def result(content: str, *, call_id: str = "call00001") -> dict[str, str]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def tool(name: str, **properties: str) -> dict[str, Any]:
+    schema = {key: {"type": kind} for key, kind in properties.items()}
+    parameters = {"type": "object", "properties": schema}
+    function = {"name": name, "description": "A tool.", "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def system(content: str) -> dict[str, str]:

@@ -1,0 +1,143 @@
+"""The messages of a chat, as OpenAI's clients send them, and as templates read them.
+
+Pure; any thread.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from mtplx.server.fields import (
+    CONTENT_PART,
+    MESSAGE,
+    MISSING,
+    TOOL_CALL,
+    UNSUPPORTED,
+    FieldTable,
+    field_error,
+    shown,
+)
+from mtplx.server.requests import INVALID, JsonObject
+
+
+def _function_type(value: str) -> str:
+    if value != "function":
+        raise field_error(
+            UNSUPPORTED, f"Tools of type {shown(value)} are not supported; send functions."
+        )
+    return value
+
+
+FunctionType = Annotated[str, AfterValidator(_function_type)]
+
+
+def _part_type(value: str) -> str:
+    if value != "text":
+        raise field_error(
+            UNSUPPORTED,
+            f"Content parts of type {shown(value)} are not supported; send text.",
+        )
+    return value
+
+
+class ContentPart(JsonObject):
+    """One part of a message's content."""
+
+    table: ClassVar[FieldTable] = CONTENT_PART
+
+    type: Annotated[str, AfterValidator(_part_type)]
+    text: str
+
+
+def _parts(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if isinstance(value, list):
+        return value
+    raise field_error(
+        INVALID, f"`content` must be a string or a list of text parts, not {shown(value)}."
+    )
+
+
+def _role(value: str) -> str:
+    if value == "developer":
+        return "system"
+    if value == "function":
+        raise field_error(
+            UNSUPPORTED, 'Messages of role "function" are not supported; send role "tool".'
+        )
+    if value not in ("system", "user", "assistant", "tool"):
+        raise field_error(
+            INVALID,
+            f"Unknown role {shown(value)}; use system, developer, user, assistant or tool.",
+        )
+    return value
+
+
+class CalledFunction(JsonObject):
+    """What an earlier answer called."""
+
+    name: str
+    arguments: str = Field("", description="JSON text.")
+
+
+class ToolCall(JsonObject):
+    """A call in an earlier answer."""
+
+    table: ClassVar[FieldTable] = TOOL_CALL
+
+    id: str
+    type: FunctionType = "function"
+    function: CalledFunction
+
+
+class Message(JsonObject):
+    """One message of a chat. ``developer`` means ``system``; text parts are joined."""
+
+    table: ClassVar[FieldTable] = MESSAGE
+
+    role: Annotated[str, AfterValidator(_role)]
+    content: Annotated[
+        list[ContentPart] | None,
+        BeforeValidator(_parts, json_schema_input_type=str | list[ContentPart]),
+    ] = Field(None, description="May be absent beside `tool_calls`.")
+    name: str | None = None
+    reasoning_content: str | None = Field(None, description="What was thought before.")
+    reasoning: str | None = Field(None, description="As `reasoning_content`.")
+    tool_calls: list[ToolCall] = Field([], description="Calls of an earlier answer.")
+    tool_call_id: str | None = Field(None, description="The call that `content` answers.")
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise field_error(MISSING, "`content` is required.", "content")
+        if self.tool_calls and self.role != "assistant":
+            raise field_error(
+                INVALID, "Only a message of role assistant has `tool_calls`.", "tool_calls"
+            )
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise field_error(
+                INVALID,
+                "A message of role tool, and no other, names its call in `tool_call_id`.",
+                "tool_call_id",
+            )
+        return self
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what the chat template reads."""
+        message: dict[str, Any] = {
+            "role": self.role,
+            "content": "".join(part.text for part in self.content or ()),
+        }
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning is not None:
+            message["reasoning_content"] = reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        return message | {
+            name: value
+            for name in ("name", "tool_call_id")
+            if (value := getattr(self, name)) is not None
+        }
