@@ -30,6 +30,15 @@ class Settings(BaseModel):
         "demo", description="Folder, hub id, GGUF file, or `demo` (SmolLM2-135M-Instruct)."
     )
     adapter: str | None = Field(None, description="Folder of a LoRA adapter.")
+    also: str = Field(
+        "",
+        description="Further models, separated by commas, each as NAME=MODEL or "
+        "NAME=MODEL+ADAPTER; loaded when first asked for.",
+    )
+    aliases: str = Field(
+        "", description="Other names for models, separated by commas, each as ALIAS=NAME."
+    )
+    max_models: int = Field(2, ge=1, description="Most models in memory at once.")
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks one.")
     device: Literal["auto", "cpu", "gpu"] = Field(

@@ -98,6 +98,7 @@ class GenerationRequest:
         grammar: What the answer must match, as ``mtplx.text.grammar`` makes it; None
             leaves it free.
         namespace: State is shared only with requests of the same one.
+        model: Name of the model that answers; empty takes the engine's first.
     """
 
     request_id: str
@@ -112,6 +113,7 @@ class GenerationRequest:
     prompt_logprobs: bool = False
     grammar: str | None = None
     namespace: str = ""
+    model: str = ""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ ROOT = Path(mtplx.__file__).parent
 
 LAYERS = (
     ("cli",),
-    ("server", "prefill_bench", "simulator"),
+    ("server", "prefill_bench", "simulator", "verify"),
     ("engine",),
     ("generation",),
     ("session",),

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 def serve(
     model: Model = None,
+    also: Annotated[str | None, flag("also")] = None,
+    aliases: Annotated[str | None, flag("aliases")] = None,
+    max_models: Annotated[int | None, flag("max_models")] = None,
     host: Annotated[str | None, flag("host")] = None,
     port: Annotated[int | None, flag("port")] = None,
     adapter: Adapter = None,
@@ -70,6 +73,9 @@ def serve(
     configuration = configure(
         config,
         model=model,
+        also=also,
+        aliases=aliases,
+        max_models=max_models,
         host=host,
         port=port,
         adapter=adapter,

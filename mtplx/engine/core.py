@@ -21,7 +21,7 @@ from mtplx.engine.admission import Admission, Waiting
 from mtplx.engine.chunking import chunking_problem
 from mtplx.engine.constraint import Grammars
 from mtplx.engine.disk import DiskWork
-from mtplx.engine.memory import default_kv_bytes, warm_up
+from mtplx.engine.memory import warm_up
 from mtplx.engine.running import EventSink, RunningRequest
 from mtplx.errors import (
     DeadlineExceededError,
@@ -40,7 +40,6 @@ from mtplx.session import Match, SessionBank
 from mtplx.session.disk import DiskTier
 from mtplx.text.tokenizer import Tokenizer
 from mtplx.types import (
-    DiskStats,
     Failed,
     Finished,
     GenerationRequest,
@@ -66,6 +65,8 @@ class EngineCore:
         wake: Called on another thread when there is work again.
 
     Attributes:
+        model: What it runs.
+        work_bytes: What a span needs besides weights and state.
         scheduler: Decides; it owns the state of every request.
         decoder: Runs a decode of several streams.
         gaps: Gaps between tokens, over all streams.
@@ -83,18 +84,16 @@ class EngineCore:
         tier: DiskTier | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         window = settings.prefill_window or model.prefill_window
-        working_bytes, self._token_s = warm_up(model, window)
+        self.model = model
+        self.work_bytes, self._token_s = warm_up(model, window)
         problem = _chunking_problem(model)
         # What must be read whole is one span, whatever its length.
         self._window = window if problem is None else model.context_length
         self._tail_grid = settings.tail_grid if problem is None else model.context_length
         # Resuming from kept state is reading in two parts.
         self._bank = bank if problem is None else None
-        if bank.max_bytes is None:
-            bank.max_bytes = default_kv_bytes(model, working_bytes)
         if problem is None and not settings.enable_chunked_prefill:
             problem = "switched off by enable_chunked_prefill"
         self.chunking_problem = problem
@@ -128,9 +127,9 @@ class EngineCore:
         return not self._running and not self.scheduler.ready and not copying
 
     @property
-    def disk_stats(self) -> DiskStats | None:
-        """The disk tier's counters; any thread."""
-        return None if self._disk is None else self._disk.stats()
+    def unused(self) -> bool:
+        """Nobody waits for it or runs in it."""
+        return not self._running and not len(self.admission) and self.idle
 
     def add(self, request: GenerationRequest, on_event: EventSink) -> None:
         """Queue a request; what is wrong with it becomes its only event."""
@@ -163,15 +162,15 @@ class EngineCore:
             token_ids=prompt.token_ids,
             session_bank=self._bank,
             stable_prefix_len=len(prompt.token_ids),
-            model=self._model,
+            model=self.model,
             edges=prompt.edges,
             window=self._window,
         )
-        return self._bank.pin(self._model.state_key, prompt.token_ids)
+        return self._bank.pin(self.model.state_key, prompt.token_ids)
 
     def plan(self, prompt: Prompt, namespace: str) -> PrefillForecast:
         """Say what reading a prompt would take now. Changes nothing."""
-        key = replace(self._model.state_key, namespace=namespace)
+        key = replace(self.model.state_key, namespace=namespace)
         total = len(prompt.token_ids)
         match = Match(0, 0, "disabled")
         if self._bank is not None:
@@ -197,7 +196,7 @@ class EngineCore:
             spans=tuple((span.start, span.end) for span in plan.spans),
             edges=plan.edges,
             snapshots=tuple(sorted(plan.snapshots)),
-            kv_bytes=self._model.state_size.nbytes(total),
+            kv_bytes=self.model.state_size.nbytes(total),
             seconds=disk_s + self._compute_seconds(restored, total),
             seconds_error=self.scheduler.costs.error,
         )
@@ -285,8 +284,8 @@ class EngineCore:
                 running = RunningRequest(
                     request,
                     waiting.on_event,
-                    self._model,
-                    self._tokenizer,
+                    self.model,
+                    self.tokenizer,
                     self._bank,
                     window=self._window,
                     tail_grid=self._tail_grid,

@@ -29,7 +29,7 @@ from mtplx.models.host import (
 from mtplx.session import SessionBank
 from mtplx.session.disk import DiskTier, Fetched, FetchedPiece, Piece
 from mtplx.session.state import TokenRun
-from mtplx.types import DiskStats, StateKey
+from mtplx.types import StateKey
 
 logger = logging.getLogger(__name__)
 
@@ -151,14 +151,9 @@ class DiskWork:
         return [], []
 
     def finish(self) -> None:
-        """Write all that is left, and give the folder back."""
+        """Hand all that is left to the tier."""
         while self._outgoing:
             self._give_out(self._outgoing[0])
-        self._tier.close()
-
-    def stats(self) -> DiskStats:
-        """Return the state of things; any thread."""
-        return self._tier.stats()
 
     def _take_in(self, incoming: _Incoming) -> tuple[list[str], list[str]]:
         if incoming.pieces:

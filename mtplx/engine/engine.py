@@ -1,16 +1,18 @@
 """The one thread that owns MLX, as other threads see it.
 
-It loads the model, takes commands from any thread through its inbox, and runs
-``core.py`` iteration by iteration; a command waits for one iteration at most. Other
-threads only put commands in and read counters.
+It loads models, takes commands from any thread through its inbox, and runs an
+``EngineCore`` for each loaded model, iteration by iteration in turns; a command waits
+for one round at most. Other threads only put commands in and read counters.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,8 +21,9 @@ import mlx.core as mx
 
 from mtplx.config import Settings
 from mtplx.engine.core import EngineCore
+from mtplx.engine.memory import default_kv_bytes
 from mtplx.engine.running import EventSink
-from mtplx.errors import EngineUnavailableError, QueueFullError
+from mtplx.errors import EngineUnavailableError, ModelNotFoundError, QueueFullError
 from mtplx.models import Model
 from mtplx.session import SessionBank
 from mtplx.session.disk import DiskTier
@@ -35,6 +38,16 @@ from mtplx.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+Load = Callable[[], Model]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that can answer."""
+
+    info: ModelInfo
+    tokenizer: Tokenizer
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,7 @@ class _Cancel:
 class _Ask:
     """Something to find out between two iterations."""
 
-    question: Callable[[EngineCore], Any]
+    question: Callable[[], Any]
     answer: Future[Any]
 
 
@@ -73,20 +86,24 @@ class Engine:
     """Runs requests on a thread of its own.
 
     Args:
-        load: Called on the engine thread; MLX ties work to the thread that made it.
+        load: Loads the first model, on the engine thread: MLX ties work to the thread
+            that made it.
         bank: Where prompt state is kept.
         settings: The effective settings.
         tier: Keeps state on disk; closed when the engine stops. None keeps none there.
+        others: Further models by name, loaded when they are first asked for.
     """
 
     def __init__(
         self,
-        load: Callable[[], Model],
+        load: Load,
         bank: SessionBank,
         settings: Settings,
         tier: DiskTier | None = None,
+        others: Mapping[str, Load] | None = None,
     ) -> None:
-        self._load = load
+        self._load_first = load
+        self._others = dict(others or {})
         self._bank = bank
         self._settings = settings
         self._tier = tier
@@ -94,13 +111,16 @@ class Engine:
         self._lock = threading.Lock()
         self._unseen = 0
         self._alive = False
+        self._default = ""
+        self._cores: dict[str, EngineCore] = {}
+        self._last_used_s: dict[str, float] = {}
         self._ready: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="mtplx-engine", daemon=True)
 
     # -- any thread -------------------------------------------------------------
 
     def start(self) -> None:
-        """Load the model and begin to serve.
+        """Load the first model and begin to serve.
 
         Raises:
             ModelLoadError: The model cannot be had.
@@ -114,13 +134,33 @@ class Engine:
 
     @property
     def info(self) -> ModelInfo:
-        """Facts about the model, once started."""
-        return self._info
+        """Facts about the first model, once started."""
+        return self._cores[self._default].model.info
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, once started."""
-        return self._tokenizer
+        """The first model's tokenizer, once started."""
+        return self._cores[self._default].tokenizer
+
+    @property
+    def loaded(self) -> dict[str, ModelInfo]:
+        """The models that are in memory, by name, the first one first."""
+        return {name: core.model.info for name, core in [*self._cores.items()]}
+
+    def model(self, name: str) -> Future[LoadedModel]:
+        """Ask for a model by name; it is loaded if need be, which holds up all others.
+
+        Raises:
+            EngineUnavailableError: The engine has stopped. Also from the future, as are
+                ``ModelNotFoundError`` and ``ModelLoadError``.
+        """
+        core = self._cores.get(name)
+        if core is None:
+            return self._ask(lambda: self._loaded(name))
+        self._last_used_s[name] = time.monotonic()
+        there: Future[LoadedModel] = Future()
+        there.set_result(LoadedModel(core.model.info, core.tokenizer))
+        return there
 
     def submit(self, request: GenerationRequest, on_event: EventSink) -> None:
         """Queue a request.
@@ -138,15 +178,17 @@ class Engine:
         with self._lock:
             if not self._alive:
                 raise EngineUnavailableError("The engine has stopped; restart the server.")
-            scheduler = self._core.scheduler
-            scheduler.config.check_prompt(len(request.prompt.token_ids))
-            self._core.admission.check(len(request.prompt.token_ids))
-            waiting = scheduler.waiting + self._unseen
-            if waiting >= scheduler.config.max_waiting(scheduler.running):
-                raise QueueFullError(
-                    f"{waiting} requests wait already; try again later.",
-                    retry_after_s=scheduler.retry_after_s(),
-                )
+            core = self._cores.get(request.model or self._default)
+            if core is not None:
+                scheduler = core.scheduler
+                scheduler.config.check_prompt(len(request.prompt.token_ids))
+                core.admission.check(len(request.prompt.token_ids))
+                waiting = scheduler.waiting + self._unseen
+                if waiting >= scheduler.config.max_waiting(scheduler.running):
+                    raise QueueFullError(
+                        f"{waiting} requests wait already; try again later.",
+                        retry_after_s=scheduler.retry_after_s(),
+                    )
             self._unseen += 1
             self._inbox.put(_Submit(request, on_event))
 
@@ -154,13 +196,15 @@ class Engine:
         """End a request after the current iteration. Unknown ids are ignored."""
         self._inbox.put(_Cancel(request_id))
 
-    def plan(self, prompt: Prompt, namespace: str = "") -> Future[PrefillForecast]:
+    def plan(
+        self, prompt: Prompt, namespace: str = "", model: str = ""
+    ) -> Future[PrefillForecast]:
         """Ask what reading ``prompt`` would take now; answered between two iterations.
 
         Raises:
             EngineUnavailableError: The engine has stopped. Also from the future.
         """
-        return self._ask(lambda core: core.plan(prompt, namespace))
+        return self._ask(lambda: self._core(model).plan(prompt, namespace))
 
     def pin(self, prompt: Prompt) -> int:
         """Read a prompt, never evict it, and return its tokens that are held.
@@ -168,33 +212,28 @@ class Engine:
         Raises:
             MtplxError: It cannot be read, or does not fit.
         """
-        tokens: int = self._ask(lambda core: core.pin(prompt)).result()
+        tokens: int = self._ask(lambda: self._core("").pin(prompt)).result()
         return tokens
 
-    def _ask(self, question: Callable[[EngineCore], Any]) -> Future[Any]:
-        answer: Future[Any] = Future()
-        with self._lock:
-            if not self._alive:
-                raise EngineUnavailableError("The engine has stopped; restart the server.")
-            self._inbox.put(_Ask(question, answer))
-        return answer
-
     def status(self) -> EngineStatus:
-        """Return the counters of this moment."""
+        """Return the counters of this moment. What differs between models (how they
+        batch and are read, what a step costs) is the first one's."""
         if not self._alive:
             return EngineStatus(alive=False)
-        core, bank = self._core, self._bank
+        first, bank = self._cores[self._default], self._bank
+        cores = [*self._cores.values()]
         return EngineStatus(
             alive=True,
-            waiting=core.scheduler.waiting + self._unseen,
-            running=core.scheduler.running,
-            iterations=core.iterations,
-            batch_mode=core.decoder.mode,
-            batch_fallback_reason=core.decoder.fallback_reason,
-            chunked_prefill=core.chunking_problem is None,
-            chunked_prefill_reason=core.chunking_problem,
-            itl=core.gaps.summary(),
-            step_cost=asdict(core.scheduler.costs.cost),
+            waiting=sum(core.scheduler.waiting for core in cores) + self._unseen,
+            running=sum(core.scheduler.running for core in cores),
+            iterations=sum(core.iterations for core in cores),
+            batch_mode=first.decoder.mode,
+            batch_fallback_reason=first.decoder.fallback_reason,
+            chunked_prefill=first.chunking_problem is None,
+            chunked_prefill_reason=first.chunking_problem,
+            itl=first.gaps.summary(),
+            step_cost=asdict(first.scheduler.costs.cost),
+            step_error=first.scheduler.costs.error,
             bank_tokens=bank.tokens,
             bank_bytes=bank.nbytes,
             bank_entries=bank.entries,
@@ -204,8 +243,7 @@ class Engine:
             cache_misses=dict(bank.misses),
             kv_limit_bytes=bank.max_bytes,
             kv_running_bytes=bank.running_nbytes,
-            step_error=core.scheduler.costs.error,
-            disk=core.disk_stats,
+            disk=None if self._tier is None else self._tier.stats(),
             pinned=bank.pinned,
         )
 
@@ -215,22 +253,21 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
+    def _ask(self, question: Callable[[], Any]) -> Future[Any]:
+        answer: Future[Any] = Future()
+        with self._lock:
+            if not self._alive:
+                raise EngineUnavailableError("The engine has stopped; restart the server.")
+            self._inbox.put(_Ask(question, answer))
+        return answer
+
     # -- engine thread ----------------------------------------------------------
 
     def _main(self) -> None:
         try:
-            model = self._load()
-            self._info = model.info
-            self._tokenizer = Tokenizer(model.tokenizer)
-            self._core = EngineCore(
-                model,
-                self._tokenizer,
-                self._bank,
-                self._settings,
-                tier=self._tier,
-                wake=lambda: self._inbox.put(_Wake()),
-            )
+            self._default = self._add(self._load_first)
         except Exception as error:
+            self._cores.clear()
             if self._tier is not None:
                 self._tier.close()
             mx.clear_streams()
@@ -240,7 +277,9 @@ class Engine:
         self._ready.put(None)
         try:
             while self._obey():
-                self._core.iterate()
+                for core in [*self._cores.values()]:
+                    if not core.idle:
+                        core.iterate()
         except Exception:
             logger.exception("The engine stopped on an error of its own")
         finally:
@@ -249,37 +288,105 @@ class Engine:
     def _obey(self) -> bool:
         """Carry out the commands in the inbox; wait for one when there is no work."""
         while True:
+            idle = all(core.idle for core in self._cores.values())
             try:
-                command = self._inbox.get(block=self._core.idle)
+                command = self._inbox.get(block=idle)
             except queue.Empty:
                 return True
             match command:
                 case _Submit(request, on_event):
-                    self._core.add(request, on_event)
+                    try:
+                        self._core(request.model).add(request, on_event)
+                    except ModelNotFoundError as error:  # unloaded in between
+                        on_event(Failed(error))
                     with self._lock:
                         self._unseen -= 1
                     del request, on_event
                 case _Cancel(request_id):
-                    self._core.cancel(request_id)
+                    for core in self._cores.values():
+                        core.cancel(request_id)
                 case _Ask(question, answer):
-                    if answer.set_running_or_notify_cancel():
-                        try:
-                            answer.set_result(question(self._core))
-                        except Exception as error:
-                            answer.set_exception(error)
+                    _answer(question, answer)
                     del question, answer
                 case _Wake():
-                    pass
+                    return True
                 case _Stop():
                     return False
             # An idle engine holds on to no request that is over.
             del command
 
+    def _core(self, name: str) -> EngineCore:
+        try:
+            return self._cores[name or self._default]
+        except KeyError:
+            raise ModelNotFoundError(
+                f"The model {name!r} is not loaded any more; send the request again."
+            ) from None
+
+    def _loaded(self, name: str) -> LoadedModel:
+        """Load a model unless it is there, in place of another where there is a limit."""
+        if name not in self._cores:
+            load = self._others.get(name)
+            if load is None:
+                raise ModelNotFoundError(f"The model {name!r} is not served here.")
+            self._make_place()
+            self._add(load, name)
+        core = self._cores[name]
+        self._last_used_s[name] = time.monotonic()
+        return LoadedModel(core.model.info, core.tokenizer)
+
+    def _add(self, load: Load, name: str | None = None) -> str:
+        model = load()
+        if name is not None:
+            model.name = name
+        core = EngineCore(
+            model,
+            Tokenizer(model.tokenizer),
+            self._bank,
+            self._settings,
+            tier=self._tier,
+            wake=lambda: self._inbox.put(_Wake()),
+        )
+        self._cores[model.name] = core
+        self._last_used_s[model.name] = time.monotonic()
+        self._set_budget()
+        return model.name
+
+    def _make_place(self) -> None:
+        """Unload the models that nobody used for the longest time, the first excepted."""
+        while len(self._cores) >= self._settings.max_models:
+            idle = [
+                name
+                for name, core in self._cores.items()
+                if name != self._default and core.unused
+            ]
+            if not idle:
+                raise QueueFullError(
+                    f"{len(self._cores)} models are loaded and in use, as many as "
+                    "--max-models allows. Try again later.",
+                    retry_after_s=10,
+                )
+            name = min(idle, key=lambda name: self._last_used_s[name])
+            logger.info("%s is unloaded to make place", name)
+            del self._cores[name]
+            gc.collect()
+            mx.clear_cache()
+
+    def _set_budget(self) -> None:
+        if self._settings.kv_bytes is None:
+            cores = self._cores.values()
+            self._bank.max_bytes = default_kv_bytes(
+                [core.model for core in cores],
+                max(core.work_bytes for core in cores),
+                self._bank.nbytes,
+            )
+
     def _shut_down(self) -> None:
         with self._lock:
             self._alive = False
         gone = EngineUnavailableError("The engine has stopped; restart the server.")
-        self._core.shut_down(gone)
+        for core in self._cores.values():
+            core.shut_down(gone)
         while not self._inbox.empty():
             command = self._inbox.get()
             if isinstance(command, _Submit):
@@ -288,6 +395,17 @@ class Engine:
                 isinstance(command, _Ask) and command.answer.set_running_or_notify_cancel()
             ):
                 command.answer.set_exception(gone)
+        if self._tier is not None:
+            self._tier.close()
         # MLX runs this thread's work on a thread of its own, which must not outlive it:
         # it would abort the process at its exit.
         mx.clear_streams()
+
+
+def _answer(question: Callable[[], Any], answer: Future[Any]) -> None:
+    if not answer.set_running_or_notify_cancel():
+        return
+    try:
+        answer.set_result(question())
+    except Exception as error:
+        answer.set_exception(error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -52,18 +53,20 @@ def warm_up(model: Model, window: int) -> tuple[int, float]:
     return max(work_bytes, 0) * -(-window // _TRIAL_TOKENS), token_s
 
 
-def default_kv_bytes(model: Model, work_bytes: int) -> int:
+def default_kv_bytes(models: Sequence[Model], work_bytes: int, held_bytes: int) -> int:
     """Return what is left for KV state, and say how it came about.
 
     Args:
-        model: Its weights are in memory.
-        work_bytes: What a span needs.
+        models: Their weights are in memory.
+        work_bytes: The most that a span of one of them needs.
+        held_bytes: KV state that is held already.
     """
-    total = memory_bytes(model.device)
-    weights = mx.get_active_memory()
-    free = min(int(SHARE * total) - weights, int(SHARE * available_memory_bytes()))
+    total = memory_bytes(models[0].device)
+    available = available_memory_bytes() + held_bytes
+    weights = mx.get_active_memory() - held_bytes
+    free = min(int(SHARE * total) - weights, int(SHARE * available))
     budget = max(free - work_bytes, LEAST_BYTES)
-    row_bytes = model.state_size.row_bytes
+    row_bytes = models[0].state_size.row_bytes
     tokens = f", about {budget // row_bytes:,} tokens" if row_bytes else ""
     logger.info(
         "KV budget: %s%s. That is what is left of %s of memory (x %s, less %s of weights; "
@@ -73,7 +76,7 @@ def default_kv_bytes(model: Model, work_bytes: int) -> int:
         _gib(total),
         SHARE,
         _gib(weights),
-        _gib(available_memory_bytes()),
+        _gib(available),
         _gib(work_bytes),
     )
     return budget

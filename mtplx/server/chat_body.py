@@ -25,6 +25,8 @@ from mtplx.server.structured import Structured
 from mtplx.server.turn import ToolChoice, TurnRequest
 
 MAX_TOP_LOGPROBS = 20
+# OpenAI's number. Each costs a rendering of the conversation.
+_MAX_BREAKPOINTS = 4
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Templates that read an effort know three.
@@ -214,6 +216,9 @@ class ChatBody(Structured, GenerationBody):
             template_kwargs=template_kwargs(self.reasoning_effort)
             | self.chat_template_kwargs,
             continue_final_message=self.continue_final_message,
+            edge_after=tuple(
+                index for index, each in enumerate(self.messages) if each.is_breakpoint
+            )[-_MAX_BREAKPOINTS:],
             sampling=self.sampling(),
             stop=tuple(self.stop),
             max_new_tokens=self.max_completion_tokens or self.max_tokens,

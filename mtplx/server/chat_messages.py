@@ -49,6 +49,12 @@ class ContentPart(JsonObject):
 
     type: Annotated[str, AfterValidator(_part_type)]
     text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(
+        None, description="State is kept at the end of this message; the last 4 count."
+    )
+    cache_control: dict[str, Any] | None = Field(
+        None, description="As `prompt_cache_breakpoint`."
+    )
 
 
 def _parts(value: Any) -> Any:
@@ -124,6 +130,14 @@ class Message(JsonObject):
                 "tool_call_id",
             )
         return self
+
+    @property
+    def is_breakpoint(self) -> bool:
+        """State is to be kept where it ends."""
+        return any(
+            part.prompt_cache_breakpoint is not None or part.cache_control is not None
+            for part in self.content or ()
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return what the chat template reads."""

@@ -4,8 +4,9 @@ A field of a request body is one of four things, and this file decides which:
 
 - honoured: declared in the model of the body;
 - ignored: harmless whatever it says, and real clients send it;
-- refused: part of OpenAI's API, not supported here. A value that asks for nothing
-  (``store: false``, ``functions: []``) is accepted, so that a client may spell its defaults out;
+- refused: part of the API, not supported here. A value that asks for nothing
+  (``store: false``, ``functions: []``) is accepted, so that a client may spell its
+  defaults out;
 - unknown: refused, with the nearest known name as a hint. A typo that silently does
   nothing is worse than an error.
 
@@ -77,10 +78,6 @@ MESSAGE = FieldTable(
 )
 
 CONTENT_PART = FieldTable(
-    ignored={
-        "cache_control": "a hint of other APIs; every prefix is kept anyway",
-        "prompt_cache_breakpoint": "as `cache_control`",
-    },
     refused={
         "file": (),
         "image_url": (),

@@ -1,4 +1,4 @@
-"""Several answers, log probabilities, aliases and namespaces of chats."""
+"""Several answers, log probabilities, aliases and breakpoints of chats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from openai import OpenAI
 
 from mtplx.errors import GenerationError
 from mtplx.types import Failed
-from tests.server.conftest import INFO
+from tests.server.conftest import INFO, Server
 from tests.server.fakes import ANSWER, FakeEngine
 
 USER = [{"role": "user", "content": "Hello"}]
@@ -152,3 +152,13 @@ def test_logprobs_are_those_of_the_text(openai: OpenAI, engine: FakeEngine) -> N
     content = answer.choices[0].logprobs.content
     assert content is not None
     assert [each.token for each in content] == ["Ha", "!"]
+
+
+def test_breakpoints_are_edges(server: Server, http: httpx.Client) -> None:
+    marks = [{"cache_control": {"type": "ephemeral"}}, {"prompt_cache_breakpoint": {}}, {}]
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": str(n)} | marks[n % 3]]}
+        for n in range(9)
+    ]
+    http.post("/v1/chat/completions", json={"messages": messages})
+    assert server.tokenizer.edge_after == (3, 4, 6, 7)
