@@ -77,6 +77,11 @@ class Admission:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def attached(self) -> bool:
+        """Somebody waits for another's prefill, which may be over."""
+        return any(waiting.reader is not None for waiting in self._waiting.values())
+
     def check(self, prompt_tokens: int) -> None:
         """Refuse a prompt that could never start.
 

@@ -1,17 +1,15 @@
 """The one thread that owns MLX, as other threads see it.
 
-It loads models, takes commands from any thread through its inbox, and runs an
-``EngineCore`` for each loaded model, iteration by iteration in turns; a command waits
-for one round at most. Other threads only put commands in and read counters.
+It takes commands from any thread through its inbox and runs the loaded models, iteration
+by iteration in turns; a command waits for one round at most. Which models are loaded is
+decided in ``models.py``. Other threads only put commands in and read counters.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -21,10 +19,9 @@ import mlx.core as mx
 
 from mtplx.config import Settings
 from mtplx.engine.core import EngineCore
-from mtplx.engine.memory import default_kv_bytes
+from mtplx.engine.models import EngineModels, Load, LoadedModel
 from mtplx.engine.running import EventSink
-from mtplx.errors import EngineUnavailableError, ModelNotFoundError, QueueFullError
-from mtplx.models import Model
+from mtplx.errors import EngineUnavailableError, MtplxError, QueueFullError
 from mtplx.session import SessionBank
 from mtplx.session.disk import DiskTier
 from mtplx.text.tokenizer import Tokenizer
@@ -38,16 +35,6 @@ from mtplx.types import (
 )
 
 logger = logging.getLogger(__name__)
-
-Load = Callable[[], Model]
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model that can answer."""
-
-    info: ModelInfo
-    tokenizer: Tokenizer
 
 
 @dataclass(frozen=True)
@@ -102,18 +89,20 @@ class Engine:
         tier: DiskTier | None = None,
         others: Mapping[str, Load] | None = None,
     ) -> None:
-        self._load_first = load
-        self._others = dict(others or {})
         self._bank = bank
-        self._settings = settings
         self._tier = tier
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._unseen = 0
         self._alive = False
-        self._default = ""
-        self._cores: dict[str, EngineCore] = {}
-        self._last_used_s: dict[str, float] = {}
+        self._models = EngineModels(
+            load,
+            others or {},
+            bank,
+            settings,
+            tier=tier,
+            wake=lambda: self._inbox.put(_Wake()),
+        )
         self._ready: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="mtplx-engine", daemon=True)
 
@@ -135,31 +124,35 @@ class Engine:
     @property
     def info(self) -> ModelInfo:
         """Facts about the first model, once started."""
-        return self._cores[self._default].model.info
+        return self._models.first.model.info
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The first model's tokenizer, once started."""
-        return self._cores[self._default].tokenizer
+        return self._models.first.tokenizer
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The models that may be asked for, the first one first."""
+        return self._models.names
 
     @property
     def loaded(self) -> dict[str, ModelInfo]:
         """The models that are in memory, by name, the first one first."""
-        return {name: core.model.info for name, core in [*self._cores.items()]}
+        return {name: core.model.info for name, core in self._models.loaded.items()}
 
     def model(self, name: str) -> Future[LoadedModel]:
         """Ask for a model by name; it is loaded if need be, which holds up all others.
 
         Raises:
-            EngineUnavailableError: The engine has stopped. Also from the future, as are
-                ``ModelNotFoundError`` and ``ModelLoadError``.
+            EngineUnavailableError: The engine has stopped. Also from the future, as is
+                all that ``EngineModels.core`` raises.
         """
-        core = self._cores.get(name)
+        core = self._models.get(name)
         if core is None:
-            return self._ask(lambda: self._loaded(name))
-        self._last_used_s[name] = time.monotonic()
+            return self._ask(lambda: _loaded(self._models.core(name)))
         there: Future[LoadedModel] = Future()
-        there.set_result(LoadedModel(core.model.info, core.tokenizer))
+        there.set_result(_loaded(core))
         return there
 
     def submit(self, request: GenerationRequest, on_event: EventSink) -> None:
@@ -178,7 +171,7 @@ class Engine:
         with self._lock:
             if not self._alive:
                 raise EngineUnavailableError("The engine has stopped; restart the server.")
-            core = self._cores.get(request.model or self._default)
+            core = self._models.get(request.model)
             if core is not None:
                 scheduler = core.scheduler
                 scheduler.config.check_prompt(len(request.prompt.token_ids))
@@ -204,7 +197,7 @@ class Engine:
         Raises:
             EngineUnavailableError: The engine has stopped. Also from the future.
         """
-        return self._ask(lambda: self._core(model).plan(prompt, namespace))
+        return self._ask(lambda: self._models.core(model).plan(prompt, namespace))
 
     def pin(self, prompt: Prompt) -> int:
         """Read a prompt, never evict it, and return its tokens that are held.
@@ -212,7 +205,7 @@ class Engine:
         Raises:
             MtplxError: It cannot be read, or does not fit.
         """
-        tokens: int = self._ask(lambda: self._core("").pin(prompt)).result()
+        tokens: int = self._ask(lambda: self._models.first.pin(prompt)).result()
         return tokens
 
     def status(self) -> EngineStatus:
@@ -220,8 +213,8 @@ class Engine:
         batch and are read, what a step costs) is the first one's."""
         if not self._alive:
             return EngineStatus(alive=False)
-        first, bank = self._cores[self._default], self._bank
-        cores = [*self._cores.values()]
+        first, bank = self._models.first, self._bank
+        cores = [*self._models.loaded.values()]
         return EngineStatus(
             alive=True,
             waiting=sum(core.scheduler.waiting for core in cores) + self._unseen,
@@ -265,9 +258,8 @@ class Engine:
 
     def _main(self) -> None:
         try:
-            self._default = self._add(self._load_first)
+            self._models.load_first()
         except Exception as error:
-            self._cores.clear()
             if self._tier is not None:
                 self._tier.close()
             mx.clear_streams()
@@ -277,9 +269,7 @@ class Engine:
         self._ready.put(None)
         try:
             while self._obey():
-                for core in [*self._cores.values()]:
-                    if not core.idle:
-                        core.iterate()
+                self._models.iterate()
         except Exception:
             logger.exception("The engine stopped on an error of its own")
         finally:
@@ -287,23 +277,24 @@ class Engine:
 
     def _obey(self) -> bool:
         """Carry out the commands in the inbox; wait for one when there is no work."""
+        models = self._models
         while True:
-            idle = all(core.idle for core in self._cores.values())
             try:
-                command = self._inbox.get(block=idle)
+                command = self._inbox.get(models.idle, models.rest_s())
             except queue.Empty:
                 return True
             match command:
                 case _Submit(request, on_event):
                     try:
-                        self._core(request.model).add(request, on_event)
-                    except ModelNotFoundError as error:  # unloaded in between
+                        # Loaded once more, if it went since it was asked for.
+                        models.core(request.model).add(request, on_event)
+                    except MtplxError as error:
                         on_event(Failed(error))
                     with self._lock:
                         self._unseen -= 1
                     del request, on_event
                 case _Cancel(request_id):
-                    for core in self._cores.values():
+                    for core in models.loaded.values():
                         core.cancel(request_id)
                 case _Ask(question, answer):
                     _answer(question, answer)
@@ -315,77 +306,11 @@ class Engine:
             # An idle engine holds on to no request that is over.
             del command
 
-    def _core(self, name: str) -> EngineCore:
-        try:
-            return self._cores[name or self._default]
-        except KeyError:
-            raise ModelNotFoundError(
-                f"The model {name!r} is not loaded any more; send the request again."
-            ) from None
-
-    def _loaded(self, name: str) -> LoadedModel:
-        """Load a model unless it is there, in place of another where there is a limit."""
-        if name not in self._cores:
-            load = self._others.get(name)
-            if load is None:
-                raise ModelNotFoundError(f"The model {name!r} is not served here.")
-            self._make_place()
-            self._add(load, name)
-        core = self._cores[name]
-        self._last_used_s[name] = time.monotonic()
-        return LoadedModel(core.model.info, core.tokenizer)
-
-    def _add(self, load: Load, name: str | None = None) -> str:
-        model = load()
-        if name is not None:
-            model.name = name
-        core = EngineCore(
-            model,
-            Tokenizer(model.tokenizer),
-            self._bank,
-            self._settings,
-            tier=self._tier,
-            wake=lambda: self._inbox.put(_Wake()),
-        )
-        self._cores[model.name] = core
-        self._last_used_s[model.name] = time.monotonic()
-        self._set_budget()
-        return model.name
-
-    def _make_place(self) -> None:
-        """Unload the models that nobody used for the longest time, the first excepted."""
-        while len(self._cores) >= self._settings.max_models:
-            idle = [
-                name
-                for name, core in self._cores.items()
-                if name != self._default and core.unused
-            ]
-            if not idle:
-                raise QueueFullError(
-                    f"{len(self._cores)} models are loaded and in use, as many as "
-                    "--max-models allows. Try again later.",
-                    retry_after_s=10,
-                )
-            name = min(idle, key=lambda name: self._last_used_s[name])
-            logger.info("%s is unloaded to make place", name)
-            del self._cores[name]
-            gc.collect()
-            mx.clear_cache()
-
-    def _set_budget(self) -> None:
-        if self._settings.kv_bytes is None:
-            cores = self._cores.values()
-            self._bank.max_bytes = default_kv_bytes(
-                [core.model for core in cores],
-                max(core.work_bytes for core in cores),
-                self._bank.nbytes,
-            )
-
     def _shut_down(self) -> None:
         with self._lock:
             self._alive = False
         gone = EngineUnavailableError("The engine has stopped; restart the server.")
-        for core in self._cores.values():
+        for core in self._models.loaded.values():
             core.shut_down(gone)
         while not self._inbox.empty():
             command = self._inbox.get()
@@ -400,6 +325,10 @@ class Engine:
         # MLX runs this thread's work on a thread of its own, which must not outlive it:
         # it would abort the process at its exit.
         mx.clear_streams()
+
+
+def _loaded(core: EngineCore) -> LoadedModel:
+    return LoadedModel(core.model.info, core.tokenizer)
 
 
 def _answer(question: Callable[[], Any], answer: Future[Any]) -> None:

@@ -32,7 +32,7 @@ from mtplx.models.cache import (
     resume_cache,
     take_snapshot,
 )
-from mtplx.session.bank import Lease, Match, SessionBank
+from mtplx.session import Lease, Match, SessionBank
 from mtplx.types import Prompt
 
 
@@ -217,9 +217,9 @@ class PromptPrefill:
         """Make sure that the cache may hold ``tokens`` tokens; False if it may not."""
         if self._lease is None or tokens <= self._reserved_tokens:
             return True
-        # As much as the buffer would grow by anyway.
+        # The buffer grows in steps anyway.
         size = self.model.state_size
-        wanted = self._reserved_tokens + size.step_tokens
+        wanted = -(-tokens // size.step_tokens) * size.step_tokens
         if not self._lease.reserve(size.nbytes(wanted)):
             return False
         self._reserved_tokens = wanted

@@ -7,9 +7,7 @@ opaque (``state.py``).
 A request either *borrows* the buffer that holds its prefix and goes on writing to it,
 or copies the prefix into a buffer of its own because another request runs in the first
 one. What it computes is kept while it runs, as views of its buffer: nothing is held
-twice. When the budget is full, state goes in this order: snapshots that save little,
-then the least recently used leaves that no second request ever asked for, then the
-others.
+twice. What goes when the budget is full is ``eviction.py``'s to choose.
 
 Invariants, beside those of the tree, which ``check()`` verifies:
 
@@ -27,55 +25,19 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from mtplx.errors import KVBudgetError
-from mtplx.metrics import Divergence
+from mtplx.session.eviction import evictable, least_saving, least_worth
 from mtplx.session.forgotten import Forgotten
 from mtplx.session.ledger import Ledger
+from mtplx.session.match import Match, find_divergence
 from mtplx.session.state import Buffer, Rows, Snapshot, TokenIds, TokenRun
 from mtplx.session.tree import Kept, Node, PrefixTree, as_run
 from mtplx.types import StateKey
 
 logger = logging.getLogger(__name__)
-
-ONE_OFF_SHARE = 0.2
-"""Entries that were used once go before the others, as long as they are more than this
-share of the tokens: else a bank full of old favourites would have no room for a new
-conversation."""
-
-THIN_TOKENS = 256
-"""A snapshot may be thinned out when no more than this many tokens would have to be
-computed to reach it from the one before."""
-
-_WASTE_SHARE = 0.25
-_WASTE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Match:
-    """How much of a prompt can be restored, and why no more.
-
-    Attributes:
-        length: Tokens that can be restored, always less than the prompt: the last
-            token is computed, since its logits are needed.
-        shared_tokens: Longest prefix of the prompt that the bank knows, restorable
-            or not.
-        miss_reason: None where no more was held. Else ``disabled`` (the bank keeps
-            nothing), ``evicted`` or ``too_large`` (it had to go, or did not fit),
-            ``no_snapshot`` (known further than it can be resumed), ``diverged`` (what
-            is held goes on differently), ``other_model`` (only state of other models or
-            settings is held) or ``never_seen``.
-        lost_tokens: Tokens that are computed for that reason.
-        divergence: Where the prompt leaves what is held; None where it does not.
-    """
-
-    length: int
-    shared_tokens: int
-    miss_reason: str | None = None
-    lost_tokens: int = 0
-    divergence: Divergence | None = None
 
 
 class Lease:
@@ -252,7 +214,7 @@ class SessionBank:
         else:
             indices = (index for node in path for index in node.snapshots)
             length = max((index for index in indices if index <= usable), default=0)
-        held, divergence = _divergence(path, tokens, shared)
+        held, divergence = find_divergence(path, tokens, shared)
         reason, reached = self._reason(key, tokens, length, usable, held)
         lost = max(min(reached, len(tokens) - 1) - length, 0) if reason else 0
         return Match(length, shared, reason, lost, divergence), path
@@ -332,7 +294,7 @@ class SessionBank:
         except KVBudgetError:
             self._ledger.rest(buffer)
             raise
-        self._move_out(behind)
+        self._ledger.move_out(behind)
         return buffer
 
     def _need(self, used: list[Node], nbytes: int) -> None:
@@ -403,7 +365,7 @@ class SessionBank:
         parent.pins += 1
         try:
             if whole:
-                self._move_in(self._walk(key, tokens[:shared])[0], rows)
+                self._ledger.move_in(self._walk(key, tokens[:shared])[0], rows)
             if shared < len(tokens):
                 added = self._append(key, parent, tokens, rows)
             self._add_snapshots(key, tokens[: shared + added], snapshots)
@@ -494,79 +456,36 @@ class SessionBank:
 
     # -- buffers ----------------------------------------------------------------
 
-    def _move_out(self, nodes: list[Node]) -> None:
-        """Copy the rows of ``nodes``, all of one buffer, so that they leave it."""
-        for group in _adjacent(nodes):
-            first, last = group[0], group[-1]
-            start = first.view.start
-            end = last.view.start + len(last.view)
-            copied = first.view.buffer.copy(start, end)
-            for node in group:
-                at = node.view.start - start
-                self._set_rows(node, copied.slice(at, at + len(node.view)))
-
-    def _move_in(self, path: list[Node], rows: Callable[[int, int], Rows]) -> None:
-        """Let nodes be views of the running request's buffer, where that frees theirs."""
-        mine = set(path)
-        for node in path:
-            buffer = node.view.buffer
-            if self._ledger.is_running(buffer):
-                continue
-            if mine.issuperset(self._ledger.nodes(buffer)):
-                self._set_rows(node, rows(node.start, node.end))
-
-    def _set_rows(self, node: Node, rows: Rows) -> None:
-        self._ledger.detach(node)
-        node.rows = rows
-        self._ledger.attach(node)
-
     def _give_back(self, buffer: Buffer, *, intact: bool, keep_buffer: bool) -> None:
         if not intact:
             for node in self._ledger.nodes(buffer):
                 if node.parent is not None:
                     self._drop(node)
         elif keep_buffer:
-            self._move_out(self._ledger.nodes(buffer))
+            self._ledger.move_out(self._ledger.nodes(buffer))
         self._ledger.rest(buffer)
-        self._save_waste(buffer)
+        self._ledger.save_waste(buffer)
         self._recount()
-
-    def _save_waste(self, buffer: Buffer, least_bytes: int = _WASTE_BYTES) -> bool:
-        """Copy what is held of a buffer that is mostly held for nothing.
-
-        For a moment both are held; the budget is not all of the memory.
-        """
-        nodes = self._ledger.nodes(buffer)
-        if not nodes or self._ledger.is_running(buffer):
-            return False
-        waste = buffer.nbytes - sum(node.view.nbytes for node in nodes)
-        if waste <= max(_WASTE_SHARE * buffer.nbytes, least_bytes):
-            return False
-        self._move_out(nodes)
-        return True
-
-    def _squeeze(self) -> bool:
-        """Save waste that is too little to bother about as long as there is room."""
-        buffers = {
-            id(buffer): buffer for node in self._nodes() for buffer in [node.view.buffer]
-        }
-        return any(self._save_waste(buffer, 0) for buffer in buffers.values())
 
     def _reserve(self, buffer: Buffer, nbytes: int) -> bool:
+        if not self._make_room(0, nbytes - self._ledger.counted(buffer)):
+            return False
         self._ledger.run(buffer, nbytes)
         self._recount()
-        return self._make_room(0, 0)
+        return True
 
     # -- room -------------------------------------------------------------------
 
     def _make_room(self, tokens: int, nbytes: int) -> bool:
         """Give up what is worth least until that much more fits."""
         while not self._fits(tokens, nbytes):
+            if self.max_bytes is not None and self.running_nbytes + nbytes > self.max_bytes:
+                return False  # Whatever is given up, what runs leaves too little.
             if not self._fits(0, nbytes) and self._thin():
                 continue
-            if victim := self._victim():
+            if victim := least_worth(self._nodes(), self._ledger):
                 self._evict(victim)
-            elif not self._squeeze():
+            elif not self._ledger.squeeze():
                 return False
         return True
 
@@ -575,26 +494,13 @@ class SessionBank:
         bytes_fit = self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes
         return bytes_fit and self.tokens + tokens <= self.max_kv_size
 
-    def _victim(self) -> Node | None:
-        leaves = [
-            node
-            for node in self._nodes()
-            if not node.children
-            and node.pins == 0
-            and not self._ledger.is_running(node.view.buffer)
-        ]
-        one_off = [node for node in leaves if node.uses == 0]
-        if sum(len(node.tokens) for node in one_off) > ONE_OFF_SHARE * self.tokens:
-            leaves = one_off
-        return min(leaves, key=lambda node: node.last_used, default=None)
-
     def _evict(self, node: Node) -> None:
         buffer = node.view.buffer
         key = next(key for key, tree in self._trees.items() if tree.root is _root(node))
         self._forgotten.add(key, node.prefix(), node.start, "evicted")
         self._drop(node)
         self.evictions += 1
-        self._save_waste(buffer, 0)
+        self._ledger.save_waste(buffer, 0)
 
     def _drop(self, node: Node) -> None:
         """Take a node and all below it out of the tree."""
@@ -610,29 +516,11 @@ class SessionBank:
             below.parent = None
 
     def _thin(self) -> bool:
-        """Drop the snapshot that saves the fewest tokens for its bytes, if any saves few.
-
-        Not the last one before the end of a run of prompts, nor where prompts part, nor
-        one that was ever used.
-        """
-        worst: tuple[float, Node, int] | None = None
-        for tree in self._trees.values():
-            stack = [(node, 0) for node in tree.root.children.values()]
-            while stack:
-                node, previous = stack.pop()
-                for index in sorted(node.snapshots):
-                    kept = node.snapshots[index]
-                    gap, previous = index - previous, index
-                    needed = index == node.end and len(node.children) != 1
-                    if needed or node.pins or kept.uses or gap > THIN_TOKENS:
-                        continue
-                    worth = gap / max(kept.snapshot.nbytes, 1)
-                    if worst is None or worth < worst[0]:
-                        worst = (worth, node, index)
-                stack.extend((child, previous) for child in node.children.values())
-        if worst is None:
+        """Drop the snapshot that saves least; False where all are worth keeping."""
+        found = least_saving(self._trees.values())
+        if found is None:
             return False
-        _, node, index = worst
+        node, index = found
         self._snapshot_bytes -= node.snapshots.pop(index).snapshot.nbytes
         self.thinned += 1
         return True
@@ -640,11 +528,7 @@ class SessionBank:
     def clear(self) -> None:
         """Forget everything that is not pinned or in use."""
         while leaves := [
-            node
-            for node in self._nodes()
-            if not node.children
-            and node.pins == 0
-            and not self._ledger.is_running(node.view.buffer)
+            node for node in evictable(self._nodes(), self._ledger) if not node.children
         ]:
             for leaf in leaves:
                 self._drop(leaf)
@@ -703,40 +587,6 @@ class SessionBank:
         assert self.tokens <= self.max_kv_size
         if self.max_bytes is not None:
             assert self.nbytes <= max(self.max_bytes, self.running_nbytes)
-
-
-def _divergence(
-    path: list[Node], tokens: TokenRun, shared: int
-) -> tuple[int, Divergence | None]:
-    """Return how far the bank goes on from where the prompt leaves it, and where that is.
-
-    Of several ways it goes on the most recently used one counts.
-    """
-    if not path:
-        return 0, None
-    node = path[-1]
-    if node.end == shared and node.children:
-        node = max(node.children.values(), key=lambda child: child.last_used)
-    held = node.end
-    if held == shared or shared == len(tokens):
-        return shared, None
-    kept = int(node.tokens[shared - node.start])
-    while node.children:
-        node = max(node.children.values(), key=lambda child: child.last_used)
-        held = node.end
-    return held, Divergence(shared, kept, int(tokens[shared]))
-
-
-def _adjacent(nodes: list[Node]) -> Iterator[list[Node]]:
-    """Group nodes of one buffer whose rows follow one another."""
-    group: list[Node] = []
-    for node in sorted(nodes, key=lambda node: node.view.start):
-        if group and node.view.start != group[-1].view.start + len(group[-1].view):
-            yield group
-            group = []
-        group.append(node)
-    if group:
-        yield group
 
 
 def _rows_behind(nodes: list[Node], length: int) -> int:

@@ -8,11 +8,17 @@ is freed by being forgotten here. ``nbytes`` is the sum, kept up to date.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from mtplx.session.state import Buffer
+from mtplx.session.state import Buffer, Rows
 from mtplx.session.tree import Node
+
+WASTE_SHARE = 0.25
+"""Of a buffer, that may be held for nothing; copying what is needed costs more."""
+
+WASTE_BYTES = 1 << 20
+"""The same, whatever the share, as long as there is room."""
 
 
 @dataclass
@@ -68,11 +74,61 @@ class Ledger:
         holding = self._holdings.get(id(buffer))
         return holding is not None and holding.running
 
+    def counted(self, buffer: Buffer) -> int:
+        """Return the bytes that a buffer counts as."""
+        holding = self._holdings.get(id(buffer))
+        return 0 if holding is None else holding.counted
+
     def nodes(self, buffer: Buffer) -> list[Node]:
         """Return the nodes with views of it, in the order of their rows."""
         holding = self._holdings.get(id(buffer))
         nodes = () if holding is None else holding.nodes
         return sorted(nodes, key=lambda node: node.view.start)
+
+    def set_rows(self, node: Node, rows: Rows) -> None:
+        """Give a node another view of the same rows."""
+        self.detach(node)
+        node.rows = rows
+        self.attach(node)
+
+    def move_out(self, nodes: list[Node]) -> None:
+        """Copy the rows of ``nodes``, all of one buffer, so that they leave it."""
+        for group in _adjacent(nodes):
+            first, last = group[0], group[-1]
+            start = first.view.start
+            end = last.view.start + len(last.view)
+            copied = first.view.buffer.copy(start, end)
+            for node in group:
+                at = node.view.start - start
+                self.set_rows(node, copied.slice(at, at + len(node.view)))
+
+    def move_in(self, path: list[Node], rows: Callable[[int, int], Rows]) -> None:
+        """Let nodes be views of a running request's buffer, where that frees theirs."""
+        mine = set(path)
+        for node in path:
+            buffer = node.view.buffer
+            if not self.is_running(buffer) and mine.issuperset(self.nodes(buffer)):
+                self.set_rows(node, rows(node.start, node.end))
+
+    def save_waste(self, buffer: Buffer, least_bytes: int = WASTE_BYTES) -> bool:
+        """Copy what is held of a buffer that is mostly held for nothing.
+
+        For a moment both are held; a budget is not all of the memory.
+        """
+        nodes = self.nodes(buffer)
+        if not nodes or self.is_running(buffer):
+            return False
+        waste = buffer.nbytes - sum(node.view.nbytes for node in nodes)
+        if waste <= max(WASTE_SHARE * buffer.nbytes, least_bytes):
+            return False
+        self.move_out(nodes)
+        return True
+
+    def squeeze(self) -> bool:
+        """Save some of the waste that is too little to bother about while there is room;
+        False where there is none."""
+        buffers = [holding.buffer for holding in self._holdings.values()]
+        return any(self.save_waste(buffer, 0) for buffer in buffers)
 
     def refresh(self) -> None:
         """Weigh the buffers that may have grown."""
@@ -111,3 +167,15 @@ class Ledger:
         if holding.running:
             self.running_nbytes -= holding.counted
         holding.counted = 0
+
+
+def _adjacent(nodes: list[Node]) -> Iterator[list[Node]]:
+    """Group nodes of one buffer whose rows follow one another."""
+    group: list[Node] = []
+    for node in sorted(nodes, key=lambda node: node.view.start):
+        if group and node.view.start != group[-1].view.start + len(group[-1].view):
+            yield group
+            group = []
+        group.append(node)
+    if group:
+        yield group
