@@ -20,6 +20,11 @@ def relative_error(logits: mx.array, reference: mx.array) -> float:
     return float(mx.abs(logits - reference).max() / mx.abs(reference).max())
 
 
+def tolerance(dtype: str) -> float:
+    """Return the largest error that is rounding, for a model of this dtype."""
+    return _TOLERANCE.get(dtype, _HALF_TOLERANCE)
+
+
 def is_same(error: float, dtype: str) -> bool:
     """Return whether an error is rounding, for a model of this dtype; False for NaN."""
-    return error <= _TOLERANCE.get(dtype, _HALF_TOLERANCE)
+    return error <= tolerance(dtype)

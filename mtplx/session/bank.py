@@ -267,6 +267,10 @@ class SessionBank:
         Raises:
             KVBudgetError: Other requests hold what would be needed.
         """
+        if used and used[-1].end > length:
+            # What is not restored is neither pinned nor used. The lower half stays the
+            # object that its pins and leases know.
+            used[-1] = self._split(key, used[-1], length)
         buffer = used[-1].view.buffer if used else None
         if (
             buffer is None
@@ -276,9 +280,6 @@ class SessionBank:
         ):
             self._need(used, nbytes)
             return None
-        if used[-1].end > length:
-            # The lower half stays the object that its pins and leases know.
-            used[-1] = self._split(key, used[-1], length)
         behind = [node for node in self._ledger.nodes(buffer) if node.start >= length]
         moved_bytes = sum(node.view.nbytes for node in behind)
         grown_bytes = max(nbytes - buffer.nbytes, 0)

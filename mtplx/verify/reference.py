@@ -65,7 +65,7 @@ class Tally:
         self._choice(position, int(mx.argmax(logits)))
 
     def add_chosen(self, position: int, chosen: TokenLogprob) -> None:
-        """Compare a token that was generated, by the log-probabilities that came with it."""
+        """Compare a token that was generated, by the log-probabilities told with it."""
         expected = self._reference.after(position)
         found = dict([(chosen.token_id, chosen.logprob), *chosen.top])
         logprobs = expected - mx.logsumexp(expected)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mtplx.engine.chunking import chunking_problem
-from mtplx.errors import InvalidRequestError
+from mtplx.errors import GenerationError, InvalidRequestError
 from mtplx.generation import PromptPrefill
 from mtplx.models import Model
 from mtplx.types import Prompt
@@ -53,6 +53,7 @@ def verify(
 
     Raises:
         InvalidRequestError: These lengths do not fit the model.
+        GenerationError: The model fails on the prompt in one pass.
     """
     if tokens < LEAST_TOKENS or new_tokens < 2:
         raise InvalidRequestError(
@@ -69,7 +70,14 @@ def verify(
     on_start("cold")
     begin_s = time.perf_counter()
     problem = chunking_problem(model)
-    tally, reference = _cold(model, make_prompt(model, tokens, seed), new_tokens, problem)
+    prompt = make_prompt(model, tokens, seed)
+    try:
+        tally, reference = _cold(model, prompt, new_tokens, problem)
+    except Exception as error:
+        raise GenerationError(
+            f"{model.name} fails on the prompt in one pass, so there is nothing to compare "
+            f"with: {error}. Try another dtype, float32 say."
+        ) from error
     cold = tally.check(
         "cold", {"spans": 1, "tokens": tokens}, time.perf_counter() - begin_s
     )
@@ -116,7 +124,7 @@ def _cold(
     )
     prefill.run()
     rows = model.decode(prefill.cache, new_tokens).astype(mx.float32)
-    answer = tuple(mx.argmax(rows, axis=-1).tolist())
+    answer = tuple(int(mx.argmax(row)) for row in rows)
     logits = rows
     if problem is None:
         whole = (*prompt, *answer[:-1])

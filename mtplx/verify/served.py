@@ -75,7 +75,7 @@ class Served:
             model,
             Tokenizer(model.tokenizer),
             SessionBank(),
-            Settings(prefill_window=window),
+            Settings.model_validate({"prefill_window": window}),
         )
         self._clients: dict[str, _Client] = {}
 
