@@ -35,10 +35,25 @@ class Settings(BaseModel):
         description="Further models, separated by commas, each as NAME=MODEL or "
         "NAME=MODEL+ADAPTER; loaded when first asked for.",
     )
-    aliases: str = Field(
-        "", description="Other names for models, separated by commas, each as ALIAS=NAME."
+    cached_models: bool = Field(
+        False,
+        description="Serve the models in the hub's local cache too, under their ids; "
+        "loaded when first asked for.",
     )
-    max_models: int = Field(2, ge=1, description="Most models in memory at once.")
+    aliases: str = Field(
+        "",
+        description="Other names for models, separated by commas, each as ALIAS=NAME; an "
+        "alias may end in *.",
+    )
+    max_models: int = Field(
+        2, ge=1, description="Most models in memory at once; the first one stays."
+    )
+    idle_unload_s: float | None = Field(
+        None,
+        gt=0,
+        description="Unload a model, the first one excepted, that nobody used for this "
+        "many seconds (default: never).",
+    )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks one.")
     device: Literal["auto", "cpu", "gpu"] = Field(

@@ -1,4 +1,8 @@
-"""Loading a model as the settings say, with progress on the terminal."""
+"""Loading models as the settings say, with progress on the terminal.
+
+Decides what `also` and `cached_models` mean: each further model is loaded as the first
+one, from settings that name it instead.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from mtplx.cli.options import console
 from mtplx.config import Settings
+from mtplx.errors import ConfigError
 from mtplx.types import Progress as Report
 
 if TYPE_CHECKING:
@@ -57,3 +62,44 @@ def load_model(settings: Settings, progress: Report) -> Model:
         adapter=settings.adapter,
         progress=progress,
     )
+
+
+def load_with_progress(settings: Settings) -> Model:
+    """As ``load_model``, and draw how far it is."""
+    with loading_progress() as progress:
+        return load_model(settings, progress)
+
+
+def other_models(settings: Settings) -> dict[str, Settings]:
+    """Return the settings to load each further model with, by the model's name.
+
+    Raises:
+        ConfigError: `also` is not as it should be, or leaves no place for its models.
+    """
+    others: dict[str, Settings] = {}
+    for entry in filter(None, (entry.strip() for entry in settings.also.split(","))):
+        name, _, source = (word.strip() for word in entry.partition("="))
+        model, plus, adapter = (word.strip() for word in source.partition("+"))
+        if not name or not model or (plus and not adapter):
+            raise ConfigError(
+                f"`also` has {entry!r}; write NAME=MODEL or NAME=MODEL+ADAPTER."
+            )
+        if name in others:
+            raise ConfigError(f"`also` has two models called {name!r}; rename one.")
+        others[name] = _for_model(settings, model, adapter or None)
+    if settings.cached_models:
+        from mtplx.models.cached import cached_models
+
+        for name, folder in cached_models().items():
+            if name not in others and name != settings.model:
+                others[name] = _for_model(settings, str(folder), None)
+    if others and settings.max_models < 2:
+        raise ConfigError(
+            "The first model stays in memory, so `max_models` must be at least 2 to serve "
+            "others."
+        )
+    return others
+
+
+def _for_model(settings: Settings, model: str, adapter: str | None) -> Settings:
+    return settings.model_copy(update={"model": model, "adapter": adapter})

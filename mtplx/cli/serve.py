@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from mtplx.cli.loading import load_model, loading_progress
+from mtplx.cli.loading import load_with_progress, other_models
 from mtplx.cli.options import (
     Adapter,
     ConfigFile,
@@ -28,8 +29,10 @@ logger = logging.getLogger(__name__)
 def serve(
     model: Model = None,
     also: Annotated[str | None, flag("also")] = None,
+    cached_models: Annotated[bool | None, flag("cached_models")] = None,
     aliases: Annotated[str | None, flag("aliases")] = None,
     max_models: Annotated[int | None, flag("max_models")] = None,
+    idle_unload_s: Annotated[float | None, flag("idle_unload_s")] = None,
     host: Annotated[str | None, flag("host")] = None,
     port: Annotated[int | None, flag("port")] = None,
     adapter: Adapter = None,
@@ -69,13 +72,15 @@ def serve(
     log_level: LogLevel = None,
     config: ConfigFile = None,
 ) -> None:
-    """Serve a model over OpenAI's API."""
+    """Serve models over the APIs of OpenAI and Anthropic."""
     configuration = configure(
         config,
         model=model,
         also=also,
+        cached_models=cached_models,
         aliases=aliases,
         max_models=max_models,
+        idle_unload_s=idle_unload_s,
         host=host,
         port=port,
         adapter=adapter,
@@ -124,6 +129,10 @@ def serve(
     keys = read_keys(settings)
     port_socket = reserve(settings.host, settings.port)
     check_binding(port_socket.getsockname()[0], keys, settings)
+    others = {
+        name: partial(load_with_progress, its_settings)
+        for name, its_settings in other_models(settings).items()
+    }
     tier = None
     if settings.kv_disk is not None:
         tier = DiskTier(
@@ -131,25 +140,21 @@ def serve(
             max_bytes=settings.kv_disk_bytes,
             daily_write_bytes=settings.kv_disk_daily_bytes,
         )
-    with loading_progress() as progress:
-        engine = Engine(
-            lambda: load_model(settings, progress),
-            SessionBank(settings.max_kv_size, max_bytes=settings.kv_bytes),
-            settings,
-            tier,
-        )
-        engine.start()
-        if settings.pin_prompt is not None:
-            prompt = read_pinned(Path(settings.pin_prompt), engine.tokenizer)
-            logger.info(
-                "%d tokens of %s are pinned", engine.pin(prompt), settings.pin_prompt
-            )
+    bank = SessionBank(settings.max_kv_size, max_bytes=settings.kv_bytes)
+    engine = Engine(partial(load_with_progress, settings), bank, settings, tier, others)
+    engine.start()
+    if settings.pin_prompt is not None:
+        prompt = read_pinned(Path(settings.pin_prompt), engine.tokenizer)
+        logger.info("%d tokens of %s are pinned", engine.pin(prompt), settings.pin_prompt)
     info = engine.info
+
+    others_told = f", and {len(others)} more when asked for" if others else ""
 
     def started(url: str) -> None:
         console.print(
             f"[bold]{info.name}[/] ({info.dtype} on the {info.device.upper()}, context "
-            f"{info.context_length}) is served at [bold]{url}/v1[/]. Ctrl-C ends it."
+            f"{info.context_length}) is served at [bold]{url}/v1[/]{others_told}. Ctrl-C "
+            "ends it."
         )
 
     try:

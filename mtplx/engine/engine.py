@@ -219,7 +219,7 @@ class Engine:
             alive=True,
             waiting=sum(core.scheduler.waiting for core in cores) + self._unseen,
             running=sum(core.scheduler.running for core in cores),
-            iterations=sum(core.iterations for core in cores),
+            iterations=self._models.iterations,
             batch_mode=first.decoder.mode,
             batch_fallback_reason=first.decoder.fallback_reason,
             chunked_prefill=first.chunking_problem is None,

@@ -92,7 +92,9 @@ class EngineModels:
         self._tier = tier
         self._wake = wake
         self._clock = clock
+        self._has_budget = bank.max_bytes is not None
         self._places: dict[str, _Place] = {}
+        self._past_iterations = 0
 
     # -- any thread, once the first model is loaded -----------------------------
 
@@ -110,6 +112,12 @@ class EngineModels:
         """Return a model's, if it is in memory. No name means the first one."""
         place = self._places.get(name or self.names[0])
         return None if place is None else place.core
+
+    @property
+    def iterations(self) -> int:
+        """Of all models so far, of those that are gone too."""
+        there = sum(core.iterations for core in self.loaded.values())
+        return self._past_iterations + there
 
     # -- engine thread ----------------------------------------------------------
 
@@ -224,17 +232,21 @@ class EngineModels:
         return min(unused)[1] if unused else None
 
     def _unload(self, name: str) -> None:
-        del self._places[name]
+        self._past_iterations += self._places.pop(name).core.iterations
         gc.collect()  # Networks and their caches refer to each other.
         mx.clear_cache()
         self._set_budget()
         logger.info("%s is unloaded", name)
 
     def _set_budget(self) -> None:
-        if self._settings.kv_bytes is None:
-            cores = self.loaded.values()
-            self._bank.max_bytes = default_kv_bytes(
+        """Give KV state what the machine has left, unless somebody said how much."""
+        if self._has_budget:
+            return
+        cores = [place.core for place in self._places.values()]
+        self._bank.limit(
+            default_kv_bytes(
                 [core.model for core in cores],
                 max(core.work_bytes for core in cores),
                 self._bank.nbytes,
             )
+        )

@@ -230,6 +230,12 @@ class Scheduler:
             request.stall,
         )
 
+    @property
+    def next_deadline_s(self) -> float:
+        """When the next request expires, on the clock given to ``expire``; infinite
+        where none does."""
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
     def expire(self, now_s: float) -> tuple[Ended, ...]:
         """End and return the requests whose deadline has passed."""
         ended = []

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 
 from mtplx import __version__
 from mtplx.server.access import RequestRecord
-from mtplx.server.errors import ErrorBody
+from mtplx.server.openapi import failures
 from mtplx.server.responses import Health, Model, ModelList, Setting, dump
 from mtplx.server.service import Service
 
@@ -39,20 +39,20 @@ def add_routes(app: FastAPI, service: Service) -> None:
         status, body = health(service, stranger=RequestRecord.of(request).stranger)
         return _json(body, status)
 
-    _read(app, "/v1/models", list_models, ModelList)
-    _read(app, "/v1/models/{name:path}", get_model, Model, {404: {"model": ErrorBody}})
-    _read(app, "/health", get_health, Health, {503: {"model": Health}})
+    _read(app, "/v1/models", list_models, ModelList, failures((401, 403, 500, 503)))
+    _read(app, "/v1/models/{name:path}", get_model, Model, failures())
+    health_failures = failures((403, 500)) | failures((503,), Health)
+    _read(app, "/health", get_health, Health, health_failures)
 
 
 def model_list(service: Service) -> ModelList:
-    """Return the served models, which are one."""
-    return {"object": "list", "data": [_model(service)]}
+    """Return the served models."""
+    return {"object": "list", "data": [_model(service, n) for n in service.names.served]}
 
 
 def model(service: Service, name: str) -> Model:
-    """Return the model of that name. Raises ``ModelNotFoundError``."""
-    service.check_model(name)
-    return _model(service)
+    """Return the model that ``name`` means. Raises ``ModelNotFoundError``."""
+    return _model(service, service.names.resolve(name))
 
 
 def health(service: Service, *, stranger: bool = False) -> tuple[HTTPStatus, Health]:
@@ -69,6 +69,7 @@ def health(service: Service, *, stranger: bool = False) -> tuple[HTTPStatus, Hea
         body |= {
             "version": __version__,
             "model": asdict(service.info),
+            "models": [asdict(info) for info in service.engine.loaded.values()],
             "engine": asdict(engine),
             "settings": _settings(service),
         }
@@ -84,16 +85,19 @@ def _settings(service: Service) -> dict[str, Setting]:
     return {name: {"value": values[name], "source": sources[name]} for name in values}
 
 
-def _model(service: Service) -> Model:
-    info = service.info
-    return {
-        "id": info.name,
+def _model(service: Service, name: str) -> Model:
+    info = service.engine.loaded.get(name)
+    told: Model = {
+        "id": name,
         "object": "model",
-        "created": info.created,
+        # When this server began to serve it.
+        "created": service.info.created,
         "owned_by": "mtplx",
-        "context_length": info.context_length,
-        "max_model_len": info.context_length,
+        "loaded": info is not None,
     }
+    if info is not None:
+        told["context_length"] = told["max_model_len"] = info.context_length
+    return told
 
 
 def _read(
@@ -101,7 +105,7 @@ def _read(
     path: str,
     endpoint: Callable[..., Awaitable[Response]],
     shape: Any,
-    others: dict[int | str, dict[str, Any]] | None = None,
+    others: dict[int | str, dict[str, Any]],
 ) -> None:
     app.get(path, response_model=shape, responses=others)(endpoint)
     app.head(path, include_in_schema=False)(endpoint)

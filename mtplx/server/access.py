@@ -47,6 +47,7 @@ class RequestRecord:
         arrival_s: ``time.perf_counter()`` at which the request arrived.
         api_key_id: Which key it came with, as ``auth.Keys`` names it; None without one.
         stranger: Keys are asked for, and it came without; only ``/health`` lets it in.
+        model: Which model answered; None for other routes.
         status: HTTP status sent, or None when the client went away before it.
         outcome: How the generation ended; None for other routes.
         metrics: Of the prefill, when it was complete.
@@ -60,6 +61,7 @@ class RequestRecord:
     arrival_s: float = field(default_factory=time.perf_counter)
     api_key_id: str | None = None
     stranger: bool = False
+    model: str | None = None
     status: int | None = None
     outcome: str | None = None
     metrics: PrefillMetrics | None = None
@@ -97,6 +99,7 @@ class RequestRecord:
             "method": method,
             "path": quote(path),
             "status": self.status or CLIENT_GONE,
+            "model": None if self.model is None else quote(self.model),
             "outcome": self.outcome,
         }
         if (metrics := self.metrics) is not None:

@@ -26,16 +26,19 @@ from mtplx.server import (
 from mtplx.server.access import AccessMiddleware, error_answer
 from mtplx.server.auth import AuthMiddleware, read_keys
 from mtplx.server.chat_body import ChatBody
+from mtplx.server.chat_shapes import ChatCompletionChunk
 from mtplx.server.completion_body import CompletionBody
-from mtplx.server.errors import http_error_body
+from mtplx.server.errors import http_error_body_for
 from mtplx.server.handle import Generations
 from mtplx.server.interfaces import EngineClient, PromptRenderer
 from mtplx.server.metrics import Metrics
+from mtplx.server.names import ModelNames
 from mtplx.server.openapi import Application
 from mtplx.server.origins import OriginMiddleware, read_origins
 from mtplx.server.responses import json_response
 from mtplx.server.responses_api import routes as responses_api
 from mtplx.server.responses_api.body import ResponseBody
+from mtplx.server.responses_api.shapes import ResponseEvent
 from mtplx.server.service import Service
 from mtplx.types import ModelInfo
 
@@ -54,6 +57,9 @@ BODIES = (
 )
 """What the routes read, for the OpenAPI document and the table of fields."""
 
+EVENTS = (ChatCompletionChunk, ResponseEvent, messages.MessageEvent)
+"""What streams are made of, for the OpenAPI document."""
+
 
 def build_app(
     *,
@@ -62,21 +68,28 @@ def build_app(
     info: ModelInfo,
     configuration: Configuration,
 ) -> FastAPI:
-    """Return the application that serves one model.
+    """Return the application that serves an engine's models.
 
     Args:
         engine: Runs the requests. Its life is the caller's business.
-        tokenizer: Renders prompts, off the event loop.
-        info: What clients are told about the model.
+        tokenizer: Renders prompts for the first model, off the event loop.
+        info: What clients are told about the first model.
         configuration: The effective settings, shown in ``/health``.
 
     Raises:
-        ConfigError: The keys or the origins cannot be used.
+        ConfigError: The keys, the origins or the aliases cannot be used.
     """
     settings = configuration.settings
     keys = read_keys(settings)
-    counted = Metrics(engine, info)
-    service = Service(engine, tokenizer, info, configuration, Generations(engine))
+    counted = Metrics(engine)
+    service = Service(
+        engine,
+        tokenizer,
+        info,
+        configuration,
+        Generations(engine),
+        ModelNames.read(engine.names, settings.aliases),
+    )
     # FastAPI's pages of documentation load scripts from elsewhere, and by default it
     # exports traces when the environment of the process says so.
     app = Application(
@@ -85,8 +98,10 @@ def build_app(
         docs_url=None,
         redoc_url=None,
         telemetry={"auto_configure": False},
+        generate_unique_id_function=lambda route: route.name,
     )
-    app.bodies = BODIES
+    app.shapes = (*BODIES, *EVENTS)
+    app.keyed = bool(len(keys))
     app.state.generations = service.generations
     # The last one added is the outermost.
     app.add_middleware(AuthMiddleware, keys=keys)
@@ -113,10 +128,18 @@ async def _on_mtplx_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path[:200]}"
-    message, code = str(error.detail), "http_error"
+    message, code, headers = str(error.detail), "http_error", error.headers
     if error.status_code == HTTPStatus.NOT_FOUND:
         message, code = f"Unknown path: {where}. See /openapi.json.", "unknown_url"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message, code = f"Wrong method: {where}. See /openapi.json.", "method_not_allowed"
-    body = http_error_body(error.status_code, message, code)
-    return json_response(body, error.status_code, error.headers)
+        headers = {"Allow": ", ".join(_methods(request))}
+    body = http_error_body_for(request.url.path, error.status_code, message, code)
+    return json_response(body, error.status_code, headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """Return the methods that the request's path has: each may be a route of its own."""
+    path = request.scope["route"].path
+    routes = [each for each in request.app.routes if getattr(each, "path", None) == path]
+    return sorted({method for each in routes for method in each.methods})

@@ -41,23 +41,25 @@ from mtplx.server.turn import (
 )
 from mtplx.types import Finished, PrefillProgress, TokenLogprob
 
+_DESCRIPTION = describe(ChatBody, ChatCompletion, events=ChatCompletionChunk, done=True)
+
 
 def add_routes(app: FastAPI, service: Service) -> None:
     """Add the route."""
 
-    @app.post("/v1/chat/completions", **describe(ChatBody, ChatCompletion))
+    @app.post("/v1/chat/completions", **_DESCRIPTION)
     async def chat_completions(request: Request) -> Response:
         """Answer a chat; with `stream` as server-sent events."""
         body = await read_body(
             request, ChatBody, max_bytes=service.configuration.settings.max_body_bytes
         )
-        service.check_model(body.model)
-        service.check_logit_bias(body.logit_bias)
+        served = await service.for_model(body.model)
+        served.check_logit_bias(body.logit_bias)
         turn = await asyncio.to_thread(
             body.turn, service.namespace(request, body.prompt_cache_key)
         )
-        opened = open_turns(service, request, turn, body.n)
-        answer = _ChatAnswer(service, request, body)
+        opened = open_turns(served, request, turn, body.n)
+        answer = _ChatAnswer(served, request, body)
         if body.stream:
             return EventStream(opened, answer.frames)
         async with opened as turns:

@@ -111,7 +111,7 @@ class ChatBody(Structured, GenerationBody):
 
     table: ClassVar[FieldTable] = CHAT
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, description="The conversation.")
     max_tokens: int | None = Field(None, ge=1, description="Longest answer, in tokens.")
     max_completion_tokens: int | None = Field(None, ge=1, description="As `max_tokens`.")
     logprobs: bool = Field(False, description="Tell how likely each token was.")

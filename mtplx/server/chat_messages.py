@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.config import JsonDict, JsonValue
 
 from mtplx.server.fields import (
     CONTENT_PART,
@@ -30,7 +38,9 @@ def _function_type(value: str) -> str:
     return value
 
 
-FunctionType = Annotated[str, AfterValidator(_function_type)]
+FunctionType = Annotated[
+    str, AfterValidator(_function_type), WithJsonSchema({"const": "function"})
+]
 
 
 def _part_type(value: str) -> str:
@@ -47,7 +57,7 @@ class ContentPart(JsonObject):
 
     table: ClassVar[FieldTable] = CONTENT_PART
 
-    type: Annotated[str, AfterValidator(_part_type)]
+    type: Annotated[str, AfterValidator(_part_type), WithJsonSchema({"const": "text"})]
     text: str
     prompt_cache_breakpoint: dict[str, Any] | None = Field(
         None, description="State is kept at the end of this message; the last 4 count."
@@ -67,6 +77,9 @@ def _parts(value: Any) -> Any:
     )
 
 
+_ROLES = ("system", "user", "assistant", "tool")
+
+
 def _role(value: str) -> str:
     if value == "developer":
         return "system"
@@ -74,7 +87,7 @@ def _role(value: str) -> str:
         raise field_error(
             UNSUPPORTED, 'Messages of role "function" are not supported; send role "tool".'
         )
-    if value not in ("system", "user", "assistant", "tool"):
+    if value not in _ROLES:
         raise field_error(
             INVALID,
             f"Unknown role {shown(value)}; use system, developer, user, assistant or tool.",
@@ -82,29 +95,65 @@ def _role(value: str) -> str:
     return value
 
 
-class CalledFunction(JsonObject):
+class EarlierFunction(JsonObject):
     """What an earlier answer called."""
 
     name: str
     arguments: str = Field("", description="JSON text.")
 
 
-class ToolCall(JsonObject):
+class EarlierCall(JsonObject):
     """A call in an earlier answer."""
 
     table: ClassVar[FieldTable] = TOOL_CALL
 
     id: str
     type: FunctionType = "function"
-    function: CalledFunction
+    function: EarlierFunction
+
+
+def _kind(
+    roles: list[JsonValue], required: list[JsonValue], **fields: JsonDict
+) -> JsonDict:
+    return {"properties": {"role": {"enum": roles}, **fields}, "required": required}
+
+
+_SAYS: JsonDict = {"type": ["string", "array"]}
+_CALLS: JsonDict = {"type": "array", "minItems": 1}
+_NO_CALLS: JsonDict = {"enum": [None, []]}
+_NULL: JsonDict = {"type": "null"}
+# What ``Message._check_role`` holds, as JSON schemas of which one is to match.
+_KINDS: list[JsonValue] = [
+    _kind(
+        ["system", "developer", "user"],
+        ["content"],
+        content=_SAYS,
+        tool_calls=_NO_CALLS,
+        tool_call_id=_NULL,
+    ),
+    _kind(["assistant"], ["content"], content=_SAYS, tool_call_id=_NULL),
+    _kind(["assistant"], ["tool_calls"], tool_calls=_CALLS, tool_call_id=_NULL),
+    _kind(
+        ["tool"],
+        ["content", "tool_call_id"],
+        content=_SAYS,
+        tool_calls=_NO_CALLS,
+        tool_call_id={"type": "string"},
+    ),
+]
 
 
 class Message(JsonObject):
     """One message of a chat. ``developer`` means ``system``; text parts are joined."""
 
+    model_config = ConfigDict(json_schema_extra={"anyOf": _KINDS})
     table: ClassVar[FieldTable] = MESSAGE
 
-    role: Annotated[str, AfterValidator(_role)]
+    role: Annotated[
+        str,
+        AfterValidator(_role),
+        WithJsonSchema({"enum": [*_ROLES, "developer"]}),
+    ]
     content: Annotated[
         list[ContentPart] | None,
         BeforeValidator(_parts, json_schema_input_type=str | list[ContentPart]),
@@ -112,7 +161,7 @@ class Message(JsonObject):
     name: str | None = None
     reasoning_content: str | None = Field(None, description="What was thought before.")
     reasoning: str | None = Field(None, description="As `reasoning_content`.")
-    tool_calls: list[ToolCall] = Field([], description="Calls of an earlier answer.")
+    tool_calls: list[EarlierCall] = Field([], description="Calls of an earlier answer.")
     tool_call_id: str | None = Field(None, description="The call that `content` answers.")
 
     @model_validator(mode="after")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -11,6 +11,11 @@ from mtplx.server.requests import INVALID, MAX_CHOICES, GenerationBody
 from mtplx.server.structured import Structured
 
 MAX_LOGPROBS = 20
+
+_Each = TypeVar("_Each")
+_Some = Annotated[list[_Each], Field(min_length=1)]
+_Text = Annotated[str, Field(min_length=1)]
+_TokenIds = _Some[Annotated[int, Field(ge=0)]]
 
 
 def _prompts(value: Any) -> Any:
@@ -46,9 +51,9 @@ class CompletionBody(Structured, GenerationBody):
         list[str | list[Any]],
         BeforeValidator(
             _prompts,
-            json_schema_input_type=str | list[str] | list[int] | list[list[int]],
+            json_schema_input_type=_Text | _TokenIds | _Some[_Text] | _Some[_TokenIds],
         ),
-    ]
+    ] = Field(description="A text or token ids, or a list of either.")
     max_tokens: int | None = Field(
         None, ge=0, description="Longest answer, in tokens; 0 reads the prompt alone."
     )

@@ -24,19 +24,21 @@ from mtplx.server.sse import EventStream
 from mtplx.server.turn import siblings
 from mtplx.types import GenerationRequest, Prompt
 
+_DESCRIPTION = describe(CompletionBody, TextCompletion, events=TextCompletion, done=True)
+
 
 def add_routes(app: FastAPI, service: Service) -> None:
     """Add the route."""
 
-    @app.post("/v1/completions", **describe(CompletionBody, TextCompletion))
+    @app.post("/v1/completions", **_DESCRIPTION)
     async def completions(request: Request) -> Response:
         """Continue a text; with `stream` as server-sent events."""
         body = await read_body(
             request, CompletionBody, max_bytes=service.configuration.settings.max_body_bytes
         )
-        service.check_model(body.model)
-        service.check_logit_bias(body.logit_bias)
-        opened = _open(service, request, body)
+        served = await service.for_model(body.model)
+        served.check_logit_bias(body.logit_bias)
+        opened = _open(served, request, body)
         if body.stream:
             return EventStream(opened, CompletionAnswer.frames)
         async with opened as answer:

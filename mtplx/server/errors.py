@@ -81,11 +81,18 @@ class ErrorBody(TypedDict):
     error: ErrorDetails
 
 
+class AnthropicErrorCode(TypedDict):
+    """The same word for the case as ``ErrorDetails`` has."""
+
+    error_code: str | None
+
+
 class AnthropicErrorDetails(TypedDict):
     """What went wrong, as Anthropic's clients read it."""
 
     type: str
     message: str
+    details: AnthropicErrorCode
 
 
 class AnthropicErrorBody(TypedDict):
@@ -102,29 +109,32 @@ def row_of(error: errors.MtplxError) -> Row:
 
 def error_body(error: errors.MtplxError) -> ErrorBody:
     """Return the wire shape of ``error``."""
-    row = row_of(error)
     return {
         "error": {
             "message": str(error),
-            "type": row.type,
+            "type": row_of(error).type,
             "param": getattr(error, "param", None),
-            "code": getattr(error, "code", None) or row.code,
+            "code": _code(error),
         }
     }
 
 
 def error_body_for(path: str, error: errors.MtplxError) -> Mapping[str, Any]:
     """Return ``error`` in the shape of the API that ``path`` belongs to."""
-    if path == "/v1/messages" or path.startswith("/v1/messages/"):
-        return anthropic_error_body(row_of(error).status, str(error))
+    if _is_anthropic(path):
+        return anthropic_error_body(row_of(error).status, str(error), _code(error))
     return error_body(error)
 
 
-def anthropic_error_body(status: int, message: str) -> AnthropicErrorBody:
+def anthropic_error_body(status: int, message: str, code: str | None) -> AnthropicErrorBody:
     """Return Anthropic's shape of an error, whose type follows from the status."""
     default = "invalid_request_error" if status < 500 else "api_error"
     kind = _ANTHROPIC_TYPES.get(status, default)
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details: AnthropicErrorCode = {"error_code": code}
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": message, "details": details},
+    }
 
 
 def error_headers(error: errors.MtplxError) -> dict[str, str]:
@@ -136,7 +146,20 @@ def error_headers(error: errors.MtplxError) -> dict[str, str]:
     return {}
 
 
-def http_error_body(status: int, message: str, code: str) -> ErrorBody:
-    """Return the wire shape of an error of HTTP itself, a wrong path say."""
+def http_error_body_for(
+    path: str, status: int, message: str, code: str
+) -> Mapping[str, Any]:
+    """Return an error of HTTP itself, a wrong method say, in the shape of the API that
+    ``path`` belongs to."""
+    if _is_anthropic(path):
+        return anthropic_error_body(status, message, code)
     kind = _SERVER if status >= HTTPStatus.INTERNAL_SERVER_ERROR else _BAD_REQUEST
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def _code(error: errors.MtplxError) -> str | None:
+    return getattr(error, "code", None) or row_of(error).code
+
+
+def _is_anthropic(path: str) -> bool:
+    return path == "/v1/messages" or path.startswith("/v1/messages/")

@@ -49,7 +49,7 @@ BODY = FieldTable(
         "service_tier": "there is one tier",
         "prompt_cache_options": "hints; the SessionBank has its own budget",
         "prompt_cache_retention": "as `prompt_cache_options`",
-        "keep_alive": "ollama clients; the model stays loaded",
+        "keep_alive": "ollama clients; how long a model stays is the server's setting",
     },
 )
 

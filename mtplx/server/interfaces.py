@@ -11,7 +11,14 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from mtplx.text.channels import AnswerFormat, Piece
-from mtplx.types import EngineStatus, Event, GenerationRequest, PrefillForecast, Prompt
+from mtplx.types import (
+    EngineStatus,
+    Event,
+    GenerationRequest,
+    ModelInfo,
+    PrefillForecast,
+    Prompt,
+)
 
 
 class EngineClient(Protocol):
@@ -32,9 +39,30 @@ class EngineClient(Protocol):
     def status(self) -> EngineStatus:
         """Return the state of this moment, without waiting for the engine."""
 
-    def plan(self, prompt: Prompt, namespace: str) -> Future[PrefillForecast]:
-        """Ask what reading ``prompt`` would take now. The answer comes from the engine's
-        thread, between two iterations; a future cancelled by then is not worked on.
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The models that may be asked for, the first one first; they never change."""
+
+    @property
+    def loaded(self) -> Mapping[str, ModelInfo]:
+        """Those of them that are in memory, the first one first, which always is."""
+
+    # A future of a ``ServedModel``: futures are invariant, and the engine has its own.
+    def model(self, name: str) -> Future[Any]:
+        """Ask for a model, which is loaded if need be; others wait for that.
+
+        Raises:
+            EngineUnavailableError: The engine has stopped. Also from the future, as are
+                ``ModelLoadError``, ``ConfigError``, ``ModelNotFoundError`` and
+                ``QueueFullError``.
+        """
+
+    def plan(
+        self, prompt: Prompt, namespace: str, model: str = ""
+    ) -> Future[PrefillForecast]:
+        """Ask what reading ``prompt`` would take a model now; empty means the first. The
+        answer comes from the engine's thread, between two iterations; a future cancelled
+        by then is not worked on.
 
         Raises:
             EngineUnavailableError: The engine has stopped. Also from the future.
@@ -115,3 +143,15 @@ class PromptRenderer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes a token stands for."""
+
+
+class ServedModel(Protocol):
+    """A model that is in memory."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """What clients are told about it."""
+
+    @property
+    def tokenizer(self) -> PromptRenderer:
+        """Its tokenizer."""

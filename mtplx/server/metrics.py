@@ -9,7 +9,7 @@ loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from fastapi import FastAPI, Request, Response
@@ -27,6 +27,7 @@ from mtplx import __version__
 from mtplx.metrics import PrefillMetrics
 from mtplx.server.access import CLIENT_GONE, RequestRecord
 from mtplx.server.interfaces import EngineClient
+from mtplx.server.openapi import failures
 from mtplx.types import ITL_BOUNDS_S, DiskStats, EngineStatus, ModelInfo
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily | InfoMetricFamily
@@ -38,9 +39,9 @@ _BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300,
 class Metrics:
     """What one application has counted."""
 
-    def __init__(self, engine: EngineClient, info: ModelInfo) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(engine, info))
+        self._registry.register(_EngineCollector(engine))
         self._requests = self._counter(
             "requests",
             "Requests that ended. status 499: the client went away before the answer.",
@@ -126,7 +127,14 @@ class Metrics:
 def add_routes(app: FastAPI, metrics: Metrics) -> None:
     """Add ``GET /metrics``."""
 
-    @app.get("/metrics", response_class=Response, include_in_schema=False)
+    schema = {"schema": {"type": "string"}}
+    text = {"content": {"text/plain": schema, "application/openmetrics-text": schema}}
+
+    @app.get(
+        "/metrics",
+        response_class=Response,
+        responses=failures((401, 403, 500, 503)) | {200: text},
+    )
     async def get_metrics(request: Request) -> Response:
         """Tell all numbers in the text format of Prometheus, or as OpenMetrics."""
         text, media_type = metrics.exposition(request.headers.get("accept", ""))
@@ -183,26 +191,27 @@ _DISK_COUNTERS = (
 class _EngineCollector(Collector):
     """Reads the engine's status at each scrape."""
 
-    def __init__(self, engine: EngineClient, info: ModelInfo) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._info = info
 
     def collect(self) -> Iterator[Family]:
-        info, status = self._info, self._engine.status()
+        status = self._engine.status()
         yield _info("build", "This program.", version=__version__)
-        yield _info(
-            "model",
-            "What is served.",
-            name=info.name,
-            device=info.device,
-            dtype=info.dtype,
-            fingerprint=info.fingerprint,
-        )
+        yield _models(self._engine.loaded.values())
         yield GaugeMetricFamily("mtplx_up", "1 while the engine runs.", status.alive)
         if status.alive:
             yield from _of_engine(status)
         if status.disk is not None:
             yield from _of_disk(status.disk)
+
+
+def _models(loaded: Iterable[ModelInfo]) -> InfoMetricFamily:
+    labels = ("name", "device", "dtype", "fingerprint")
+    family = InfoMetricFamily("mtplx_model", "Models in memory.", labels=labels)
+    for info in loaded:
+        told = {label: getattr(info, label) for label in labels}
+        family.add_metric([*told.values()], {})
+    return family
 
 
 def _of_engine(status: EngineStatus) -> Iterator[Family]:

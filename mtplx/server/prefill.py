@@ -20,7 +20,6 @@ from mtplx.server.body import read_object, validate
 from mtplx.server.chat_body import ChatBody
 from mtplx.server.completion_body import CompletionBody
 from mtplx.server.completions import text_prompt
-from mtplx.server.interfaces import EngineClient
 from mtplx.server.openapi import describe
 from mtplx.server.responses import Usage, json_response, report, usage
 from mtplx.server.service import Service
@@ -75,6 +74,7 @@ class Plan(TypedDict):
 
 
 class _Asked(NamedTuple):
+    service: Service  # Of the model that is to read it.
     prompt: Prompt
     namespace: str
     param: str  # The field that the prompt came from.
@@ -88,15 +88,15 @@ def add_routes(app: FastAPI, service: Service) -> None:
     async def prefill(request: Request) -> Response:
         """Read a prompt and keep its state, so that the same one starts at once."""
         asked = await _read(service, request)
-        return json_response(await _prefill(service, request, asked))
+        return json_response(await _prefill(request, asked))
 
     @app.post("/v1/prefill/plan", **describe(ChatBody, Plan, CompletionBody))
     async def plan(request: Request) -> Response:
         """Tell what reading a prompt would take, without doing it."""
         asked = await _read(service, request)
         patience_s = min(asked.within_s or PLAN_TIMEOUT_S, PLAN_TIMEOUT_S)
-        forecast = await _forecast(service.engine, asked, patience_s)
-        return json_response(_plan(service.info.name, asked.prompt, forecast))
+        forecast = await _forecast(asked, patience_s)
+        return json_response(_plan(asked, forecast))
 
 
 async def _read(service: Service, request: Request) -> _Asked:
@@ -107,11 +107,11 @@ async def _read(service: Service, request: Request) -> _Asked:
         body = validate(value, ChatBody)
     else:
         body = validate(value, CompletionBody)
-    service.check_model(body.model)
     if body.stream:
         raise UnsupportedFieldError(
             "Nothing is streamed here; leave `stream` out.", param="stream"
         )
+    service = await service.for_model(body.model)
     namespace = service.namespace(request, body.prompt_cache_key)
     if isinstance(body, ChatBody):
         turn = await asyncio.to_thread(body.turn, namespace)
@@ -123,11 +123,11 @@ async def _read(service: Service, request: Request) -> _Asked:
     else:
         [given], param = body.prompt, "prompt"
         prompt = await asyncio.to_thread(text_prompt, service, given, param)
-    return _Asked(prompt, namespace, param, body.deadline_s)
+    return _Asked(service, prompt, namespace, param, body.deadline_s)
 
 
-async def _prefill(service: Service, request: Request, asked: _Asked) -> Prefilled:
-    record = RequestRecord.of(request)
+async def _prefill(request: Request, asked: _Asked) -> Prefilled:
+    service, record = asked.service, RequestRecord.of(request)
     wanted = GenerationRequest(
         request_id=record.request_id,
         prompt=asked.prompt,
@@ -148,10 +148,9 @@ async def _prefill(service: Service, request: Request, asked: _Asked) -> Prefill
     }
 
 
-async def _forecast(
-    engine: EngineClient, asked: _Asked, patience_s: float
-) -> PrefillForecast:
-    planned = asyncio.wrap_future(engine.plan(asked.prompt, asked.namespace))
+async def _forecast(asked: _Asked, patience_s: float) -> PrefillForecast:
+    engine, model = asked.service.engine, asked.service.info.name
+    planned = asyncio.wrap_future(engine.plan(asked.prompt, asked.namespace, model))
     try:
         async with asyncio.timeout(patience_s):
             return await planned
@@ -161,11 +160,11 @@ async def _forecast(
         ) from None
 
 
-def _plan(model: str, prompt: Prompt, forecast: PrefillForecast) -> Plan:
+def _plan(asked: _Asked, forecast: PrefillForecast) -> Plan:
     cached_tokens = forecast.memory_tokens + forecast.disk_tokens
     return {
         "object": "prefill.plan",
-        "model": model,
+        "model": asked.service.info.name,
         "prompt_tokens": forecast.prompt_tokens,
         "cached_tokens": {
             "memory": forecast.memory_tokens,
@@ -173,7 +172,7 @@ def _plan(model: str, prompt: Prompt, forecast: PrefillForecast) -> Plan:
         },
         "new_tokens": forecast.prompt_tokens - cached_tokens,
         "cache_miss_reason": forecast.miss_reason,
-        "stable_prefix_tokens": prompt.stable_prefix_len,
+        "stable_prefix_tokens": asked.prompt.stable_prefix_len,
         "spans": [{"start": start, "end": end} for start, end in forecast.spans],
         "edges": list(forecast.edges),
         "snapshots": list(forecast.snapshots),

@@ -17,8 +17,12 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     model_validator,
 )
+from pydantic.config import JsonValue
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from mtplx.server.fields import (
     BODY,
@@ -35,6 +39,7 @@ MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 512
 _INT64 = 2**63
+_NULL = {"type": "null"}
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
@@ -50,6 +55,31 @@ class JsonObject(BaseModel):
         if not isinstance(body, dict):
             return body
         return admit(body, wire_names(cls), cls.table)
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Tell what ``admit`` does: a field that may be absent may be null, the table's
+        fields are there, and there are no others."""
+        schema = handler(core_schema)
+        whole = handler.resolve_ref_schema(schema)
+        fields = whole.setdefault("properties", {})
+        for name in fields.keys() - whole.get("required", ()):
+            fields[name] = _or_null(fields[name])
+        for name, reason in cls.table.ignored.items():
+            fields[name] = {"description": f"Ignored: {reason}."}
+        for name, accepted in cls.table.refused.items():
+            fields[name] = {"description": "Not supported.", "enum": [*accepted, None]}
+        whole["additionalProperties"] = False
+        return schema
+
+
+def _or_null(field: JsonSchemaValue) -> JsonSchemaValue:
+    told = {key: field[key] for key in ("title", "description", "default") if key in field}
+    value = {key: field[key] for key in field.keys() - told.keys()}
+    kinds = value.get("anyOf", [value])
+    return told | {"anyOf": [*(kind for kind in kinds if kind != _NULL), _NULL]}
 
 
 def wire_names(model: type[JsonObject]) -> list[str]:
@@ -80,35 +110,75 @@ def _token_ids(bias: dict[str, float]) -> dict[str, float]:
     return bias
 
 
+_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_StopStrings = Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)]
 Stop = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
-    Field(max_length=MAX_STOP_STRINGS),
-    BeforeValidator(_stop, json_schema_input_type=str | list[str]),
+    _StopStrings,
+    BeforeValidator(_stop, json_schema_input_type=_StopString | _StopStrings),
 ]
 LogitBias = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]], AfterValidator(_token_ids)
 ]
 
 
+# What ``GenerationBody._check_stream_options`` holds, as a JSON schema.
+_STREAMED_OR_NOT: list[JsonValue] = [
+    {"properties": {"stream": {"const": True}}, "required": ["stream"]},
+    {
+        "properties": {
+            "stream_options": {"type": "null"},
+            "return_progress": {"enum": [False, None]},
+        }
+    },
+]
+
+
 class GenerationBody(JsonObject):
     """The fields that both of OpenAI's older generating routes have."""
 
+    model_config = ConfigDict(json_schema_extra={"anyOf": _STREAMED_OR_NOT})
     table: ClassVar[FieldTable] = BODY
 
     model: str | None = Field(
-        None, description="Name of the served model; any `claude-` or `gpt-` name is one."
+        None, description="A served model or an alias of one; default: the first."
     )
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to each prompt.")
-    temperature: float = Field(SamplingParams.temperature, ge=0, le=2)
-    top_p: float = Field(SamplingParams.top_p, gt=0, le=1)
+    temperature: float = Field(
+        SamplingParams.temperature, ge=0, le=2, description="0: the most likely token."
+    )
+    top_p: float = Field(
+        SamplingParams.top_p,
+        gt=0,
+        le=1,
+        description="Draw from the fewest tokens that reach this probability.",
+    )
     top_k: int = Field(SamplingParams.top_k, ge=-1, description="0 or -1: no limit.")
-    min_p: float = Field(SamplingParams.min_p, ge=0, le=1)
+    min_p: float = Field(
+        SamplingParams.min_p,
+        ge=0,
+        le=1,
+        description="Drop tokens below this share of the most likely one.",
+    )
     seed: int | None = Field(
         None, ge=-_INT64, lt=_INT64, description="Repeats the draw; answer i adds i."
     )
-    repetition_penalty: float = Field(SamplingParams.repetition_penalty, gt=0)
-    presence_penalty: float = Field(SamplingParams.presence_penalty, ge=-2, le=2)
-    frequency_penalty: float = Field(SamplingParams.frequency_penalty, ge=-2, le=2)
+    repetition_penalty: float = Field(
+        SamplingParams.repetition_penalty,
+        gt=0,
+        description="Above 1: less of what the prompt and the answer have already.",
+    )
+    presence_penalty: float = Field(
+        SamplingParams.presence_penalty,
+        ge=-2,
+        le=2,
+        description="Taken once from tokens of the answer.",
+    )
+    frequency_penalty: float = Field(
+        SamplingParams.frequency_penalty,
+        ge=-2,
+        le=2,
+        description="Taken for each time that the answer has the token.",
+    )
     logit_bias: LogitBias = Field({}, description="Token id -> added to its logit.")
     stop: Stop = Field([], description="Strings that end the answer.")
     deadline_s: float | None = Field(
@@ -117,8 +187,10 @@ class GenerationBody(JsonObject):
     prompt_cache_key: str | None = Field(
         None, description="Whose KV state to share, where `cache_isolation` asks for it."
     )
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream: bool = Field(False, description="Answer with server-sent events.")
+    stream_options: StreamOptions = Field(
+        StreamOptions(), description="Only when `stream` is true."
+    )
     return_progress: bool = Field(
         False, description="Send chunks with `prompt_progress` while the prompt is read."
     )

@@ -55,15 +55,17 @@ class PromptProgress(TypedDict):
 
 
 class Model(TypedDict):
-    """A served model. ``context_length`` and ``max_model_len`` are the same number,
-    in tokens: clients look for either."""
+    """A served model, which is ``loaded`` or will be when it is asked for; its context is
+    not known before. ``context_length`` and ``max_model_len`` are the same number, in
+    tokens: clients look for either."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
-    context_length: int
-    max_model_len: int
+    loaded: bool
+    context_length: NotRequired[int]
+    max_model_len: NotRequired[int]
 
 
 class ModelList(TypedDict):
@@ -81,12 +83,13 @@ class Setting(TypedDict):
 
 
 class Health(TypedDict):
-    """Answer of ``GET /health``. Without a key, where one is asked for, it is the status
-    alone."""
+    """Answer of ``GET /health``: ``model`` is the first one, ``models`` are those in
+    memory. Without a key, where one is asked for, it is the status alone."""
 
     status: Literal["ok", "unavailable"]
     version: NotRequired[str]
     model: NotRequired[dict[str, Any]]
+    models: NotRequired[list[dict[str, Any]]]
     engine: NotRequired[dict[str, Any]]
     settings: NotRequired[dict[str, Setting]]
 

@@ -1,53 +1,64 @@
 """What the generating routes share between a valid body and the engine.
 
-Decides what depends on the model: its names, and the room its context leaves for the
-answer. Owns nothing that changes but the registry of open generations. Runs on the event
-loop.
+A ``Service`` stands for one model: routes get the first one's, and ask it for the one
+that a body names (``names.py``). Decides what depends on the model, like the room that
+its context leaves for the answer. Owns nothing that changes but the registry of open
+generations. Runs on the event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
 from mtplx.config import Configuration
-from mtplx.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from mtplx.errors import ContextLengthError, InvalidRequestError
 from mtplx.server.access import RequestRecord
 from mtplx.server.handle import Generation, Generations
-from mtplx.server.interfaces import EngineClient, PromptRenderer
+from mtplx.server.interfaces import EngineClient, PromptRenderer, ServedModel
+from mtplx.server.names import ModelNames
 from mtplx.types import GenerationRequest, ModelInfo
-
-# What clients that cannot be told a name send; any model answers to these.
-ALIASES = ("claude-", "gpt-")
 
 
 @dataclass(frozen=True)
 class Service:
-    """The injected parts of the server."""
+    """The injected parts of the server, as one of its models needs them.
+
+    Attributes:
+        info, tokenizer: The model's.
+    """
 
     engine: EngineClient
     tokenizer: PromptRenderer
     info: ModelInfo
     configuration: Configuration
     generations: Generations
+    names: ModelNames
 
     @property
     def fingerprint(self) -> str:
         """The short form of the model's fingerprint that answers carry."""
         return f"fp_{self.info.fingerprint[:12]}"
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ``ModelNotFoundError`` unless ``name`` is absent, or served here under
-        this name or as an alias."""
-        if name is None or name == self.info.name or name.startswith(ALIASES):
-            return
-        raise ModelNotFoundError(
-            f"The model {name[:200]!r} is not served here; use {self.info.name!r}.",
-            param="model",
-        )
+    async def for_model(self, name: str | None) -> Service:
+        """Return the service of the model that ``name`` means, once it is loaded. That is
+        not given up when the client goes away: the next one has it sooner.
+
+        Raises:
+            ModelNotFoundError: There is none.
+            ModelLoadError, ConfigError: It cannot be loaded.
+            QueueFullError: It has no place beside those that are in use.
+            EngineUnavailableError: The engine has stopped.
+        """
+        name = self.names.resolve(name)
+        if name == self.info.name:
+            return self
+        model: ServedModel = await asyncio.wrap_future(self.engine.model(name))
+        return replace(self, info=model.info, tokenizer=model.tokenizer)
 
     def check_token_id(self, value: object, param: str) -> None:
         """Raise ``InvalidRequestError`` unless ``value`` is in the vocabulary."""
@@ -112,7 +123,7 @@ class Service:
     def generation(
         self, http: Request, requests: Sequence[GenerationRequest]
     ) -> Generation:
-        """Return the generation that answers ``http``, not yet submitted.
+        """Return the generation that answers ``http`` with this model, not yet submitted.
 
         Raises:
             InvalidRequestError: It has more answers than requests may ever wait.
@@ -124,4 +135,6 @@ class Service:
                 "(prompts times `n`), or start the server with a larger --max-queue."
             )
         record = RequestRecord.of(http)
+        record.model = self.info.name
+        requests = [replace(request, model=self.info.name) for request in requests]
         return Generation(self.generations, requests, http.receive, record)

@@ -37,7 +37,9 @@ class ResponseFormat(JsonObject):
     """What the answer's text must be."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
+    json_schema: JsonSchemaFormat | None = Field(
+        default=None, description="With type json_schema, and no other."
+    )
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
@@ -90,7 +92,9 @@ class StructuredOutputs(JsonObject):
 class Structured(JsonObject):
     """The two fields that ask for structured output."""
 
-    response_format: ResponseFormat = ResponseFormat(type="text")
+    response_format: ResponseFormat = Field(
+        ResponseFormat(type="text"), description="What the text of the answer must match."
+    )
     structured_outputs: StructuredOutputs | None = Field(
         None, description="As `response_format`, with what only vLLM has."
     )

@@ -107,12 +107,18 @@ def add_routes(app: FastAPI, service: Service) -> None:
     async def tokenize(request: Request) -> Response:
         """Tell the token ids of a text, or of a chat as it would be read."""
         value = await _object(service, request)
-        return json_response(await asyncio.to_thread(_tokenize, service, value))
+        kind: type[TokenizeBody | TokenizeChatBody]
+        kind = TokenizeChatBody if "messages" in value else TokenizeBody
+        body = await asyncio.to_thread(validate, value, kind)
+        served = await service.for_model(body.model)
+        return json_response(await asyncio.to_thread(_tokenize, served, body))
 
     async def detokenize(request: Request) -> Response:
         """Tell the text of token ids, special tokens included."""
         value = await _object(service, request)
-        return json_response(await asyncio.to_thread(_detokenize, service, value))
+        body = await asyncio.to_thread(validate, value, DetokenizeBody)
+        served = await service.for_model(body.model)
+        return json_response(await asyncio.to_thread(_detokenize, served, body))
 
     for prefix in _PREFIXES:
         shown = prefix == ""
@@ -128,21 +134,15 @@ def add_routes(app: FastAPI, service: Service) -> None:
         )(detokenize)
 
 
-def _tokenize(service: Service, value: dict[str, Any]) -> Tokens:
-    if "messages" in value:
-        chat = validate(value, TokenizeChatBody)
-        service.check_model(chat.model)
-        token_ids = list(render(service, chat.turn(namespace="")).token_ids)
-        shows = chat.return_token_strs
+def _tokenize(service: Service, body: TokenizeBody | TokenizeChatBody) -> Tokens:
+    if isinstance(body, TokenizeChatBody):
+        token_ids = list(render(service, body.turn(namespace="")).token_ids)
     else:
-        body = validate(value, TokenizeBody)
-        service.check_model(body.model)
-        shows = body.return_token_strs
         token_ids = service.tokenizer.encode(
             body.text(), add_special_tokens=body.with_special_tokens()
         )
     strings = None
-    if shows:
+    if body.return_token_strs:
         strings = [service.tokenizer.token_text(token_id) for token_id in token_ids]
     return {
         "count": len(token_ids),
@@ -152,9 +152,7 @@ def _tokenize(service: Service, value: dict[str, Any]) -> Tokens:
     }
 
 
-def _detokenize(service: Service, value: dict[str, Any]) -> Detokenized:
-    body = validate(value, DetokenizeBody)
-    service.check_model(body.model)
+def _detokenize(service: Service, body: DetokenizeBody) -> Detokenized:
     for index, token_id in enumerate(body.tokens):
         service.check_token_id(token_id, f"tokens[{index}]")
     text = service.text_of(body.tokens)

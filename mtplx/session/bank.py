@@ -215,14 +215,18 @@ class SessionBank:
             indices = (index for node in path for index in node.snapshots)
             length = max((index for index in indices if index <= usable), default=0)
         held, divergence = find_divergence(path, tokens, shared)
-        reason, reached = self._reason(key, tokens, length, usable, held)
+        ahead = held if divergence else 0
+        reason, reached = self._reason(key, tokens, length, usable, ahead)
         lost = max(min(reached, len(tokens) - 1) - length, 0) if reason else 0
         return Match(length, shared, reason, lost, divergence), path
 
     def _reason(
-        self, key: StateKey, tokens: TokenRun, length: int, usable: int, held: int
+        self, key: StateKey, tokens: TokenRun, length: int, usable: int, ahead: int
     ) -> tuple[str | None, int]:
-        """Return why no more can be restored, and how far it could have been."""
+        """Return why no more can be restored, and how far it could have been.
+
+        ``ahead`` is how far the bank goes on where the prompt leaves it.
+        """
         if self.max_kv_size == 0 or self.max_bytes == 0:
             return "disabled", 0
         lost, why = self._forgotten.longest(key, tokens)
@@ -230,8 +234,8 @@ class SessionBank:
             return why, lost
         if length < usable:
             return "no_snapshot", usable
-        if held > usable:
-            return "diverged", held
+        if ahead > usable:
+            return "diverged", ahead
         if usable or len(tokens) < 2:
             return None, 0
         mine = key in self._trees and self._trees[key].root.children
@@ -525,6 +529,11 @@ class SessionBank:
         self._snapshot_bytes -= node.snapshots.pop(index).snapshot.nbytes
         self.thinned += 1
         return True
+
+    def limit(self, max_bytes: int) -> None:
+        """Set the budget in bytes, and give up what is beyond it."""
+        self.max_bytes = max_bytes
+        self._make_room(0, 0)
 
     def clear(self) -> None:
         """Forget everything that is not pinned or in use."""

@@ -133,7 +133,10 @@ class AnswerStore:
             longest = longest or entry
             end = self._ends.search(text, len(entry.prompt_text))
             char = end.start() if end else len(text)
-            if self._same(entry.text, text[len(entry.prompt_text) : char]):
+            sent = text[len(entry.prompt_text) : char]
+            # A text without an end is to be continued: where nothing of the answer
+            # stands in it, spaces would be an answer to it, and others its next words.
+            if self._same(entry.text, sent) if end else sent == entry.text:
                 kept = Kept(entry.token_ids, char, entry.rest, entry.boundaries)
                 return self._use(entry, kept)
         return self._head(longest) if longest else None

@@ -36,6 +36,13 @@ _UNSUPPORTED = "Unimplemented keys: "
 _IMPOSSIBLE = "Unsatisfiable schema: "
 _OVERLAPPING = "oneOf constraints are not supported"
 _REQUIRED = re.compile(r"required property '(.*)' is unsatisfiable")
+# llguidance has a year 0, and a 29th of February in every year; readers of dates refuse
+# both.
+_LEAP = "(0[48]|[2468][048]|[13579][26])"
+_REAL_DATE = (
+    r"^((\d{3}[1-9]|\d\d[1-9]0|\d[1-9]00|[1-9]000)-(0[13-9]|1[0-2]|02-([01]|2[0-8]))"
+    rf"|(\d\d{_LEAP}|{_LEAP}00)-02-29)"
+)
 # Checks that the place of an error may cost.
 _MOST_CHECKS = 300
 
@@ -45,6 +52,7 @@ def prepare_schema(schema: Any, *, strict: bool = True, param: str) -> dict[str,
 
     Objects whose schema names their properties, and does not say that there may be
     others, get no others: a small model would invent them until its tokens run out.
+    Dates are days that the calendar has.
 
     Args:
         schema: As the client sent it.
@@ -62,7 +70,7 @@ def prepare_schema(schema: Any, *, strict: bool = True, param: str) -> dict[str,
         error = _check(schema, strict)
         if error:
             raise InvalidRequestError(_explain(schema, error, strict), param=param)
-        prepared = _closed(schema)
+        prepared = _with_real_dates(_closed(schema))
         if _check(prepared, strict):
             prepared = deepcopy(schema)
     except RecursionError as error:
@@ -152,6 +160,13 @@ def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
         ):
             part["additionalProperties"] = False
     return closed
+
+
+def _with_real_dates(schema: dict[str, Any]) -> dict[str, Any]:
+    for part in _all_parts(schema):
+        if part.get("format") in ("date", "date-time"):
+            part["allOf"] = [*part.get("allOf", ()), {"pattern": _REAL_DATE}]
+    return schema
 
 
 def _all_parts(schema: Any) -> Iterator[dict[str, Any]]:

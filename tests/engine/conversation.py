@@ -34,22 +34,24 @@ _numbers = count()
 def chat_model_of(model_type: str, template: str = CHATML, **changes: Any) -> Model:
     """Return a tiny model that speaks the test tokenizer's tokens."""
     wrapper = make_wrapper("byte_level", template=template)
-    sizes = {"num_hidden_layers": 2, "vocab_size": len(wrapper)}
-    sizes["max_position_embeddings"] = 4096
-    config = {**CONFIGS[model_type], **sizes, **changes}
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 4096}
+    config = {**CONFIGS[model_type], **sizes, "vocab_size": len(wrapper), **changes}
     return Model(make_network(config), config, wrapper, name=f"chat-{model_type}")
+
+
+def prompt_of(tokens: int, salt: int = 0) -> Prompt:
+    """Return a prompt without edges, another one for each salt."""
+    return Prompt(tuple((11 * i * i + 7 * salt + i) % 250 + 5 for i in range(tokens)))
 
 
 @contextlib.contextmanager
 def running(
-    model: Model,
-    bank: SessionBank | None = None,
-    tier: DiskTier | None = None,
-    **settings: Any,
+    model: Model, tier: DiskTier | None = None, **settings: Any
 ) -> Iterator[Engine]:
     """Run an engine until the block ends; it must leave nothing behind."""
-    bank = SessionBank() if bank is None else bank
-    engine = Engine(lambda: model, bank, Settings(**settings), tier)
+    effective = Settings(**settings)
+    bank = SessionBank(effective.max_kv_size, max_bytes=effective.kv_bytes)
+    engine = Engine(lambda: model, bank, effective, tier)
     engine.start()
     try:
         yield engine
@@ -117,7 +119,12 @@ class Chat:
 
 
 def request_for(
-    engine: Engine, prompt: Prompt, *, tokens: int = 12, says: str | None = None, **more: Any
+    engine: Engine,
+    prompt: Prompt,
+    *,
+    tokens: int = 12,
+    says: str | None = None,
+    **more: Any,
 ) -> GenerationRequest:
     """Return a greedy request. Special tokens are not drawn: a client can't echo them."""
     tokenizer = engine.tokenizer
@@ -148,7 +155,7 @@ def generate(engine: Engine, prompt: Prompt, **more: Any) -> Turn:
 
 def cold_tokens(model: Model, turns: Sequence[Turn]) -> list[list[int]]:
     """Return what an engine that keeps nothing answers to the same prompts."""
-    with running(model, SessionBank(0)) as engine:
+    with running(model, max_kv_size=0) as engine:
         cold = [generate(engine, t.prompt, tokens=len(t.tokens)) for t in turns]
     assert all(turn.cached == 0 for turn in cold)
     return [turn.tokens for turn in cold]
@@ -157,7 +164,4 @@ def cold_tokens(model: Model, turns: Sequence[Turn]) -> list[list[int]]:
 def common_tokens(left: Sequence[int], right: Sequence[int]) -> int:
     """Return the length of the longest common prefix."""
     pairs = zip(left, right, strict=False)
-    return next(
-        (i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right))
-    )
-
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

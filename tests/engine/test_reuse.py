@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 
@@ -53,7 +54,7 @@ def test_every_turn_computes_only_what_is_new(model_type):
         chat = Chat(engine, [system(SYSTEM)])
         for number in range(9):
             turns.append(chat.ask(user(f"What is the capital of France? {number}")))
-    for before, turn in zip(turns, turns[1:], strict=False):
+    for before, turn in pairwise(turns):
         known = before.token_ids
         assert turn.prompt.token_ids[: len(known)] == tuple(known)
         new_tokens = len(turn.prompt.token_ids) - len(known)
@@ -73,9 +74,11 @@ def test_every_round_of_a_tool_loop_computes_only_what_is_new(model_type):
         news = [user("What is the weather in Paris?")]
         for number in range(10):
             made = call("look", '{"city": "Paris", "days": 3}', call_id=f"call{number:05}")
-            turns.append(chat.ask(*news, says=CALL, reply=assistant(None, tool_calls=[made])))
+            turns.append(
+                chat.ask(*news, says=CALL, reply=assistant(None, tool_calls=[made]))
+            )
             news = [result(f"{number} degrees", call_id=made["id"])]
-    for before, turn in zip(turns, turns[1:], strict=False):
+    for before, turn in pairwise(turns):
         new_tokens = len(turn.prompt.token_ids) - len(before.token_ids)
         assert 0 < new_tokens < 100
         assert turn.computed <= most_computed(model_type, new_tokens)

@@ -13,28 +13,16 @@ from openai import OpenAI
 from mtplx.config import read_configuration
 from mtplx.server.app import build_app
 from mtplx.server.run import HttpServer, reserve
-from mtplx.types import ModelInfo
-from tests.server.fakes import FakeEngine, FakeTokenizer
+from tests.server.fakes import INFO, FakeEngine, FakeTokenizer
 
-INFO = ModelInfo(
-    name="org/fake-model",
-    context_length=400,
-    vocab_size=256,
-    device="cpu",
-    dtype="float32",
-    cache_kinds={"trimmable": 2},
-    fingerprint="0123456789abcdef0123456789abcdef",
-    backend="none",
-    created=1_700_000_000,
-)
 MAX_BODY_BYTES = 64 * 1024
 
 
 class Server:
     """The running server and the fakes behind it."""
 
-    def __init__(self) -> None:
-        self.engine = FakeEngine()
+    def __init__(self, engine: FakeEngine | None = None) -> None:
+        self.engine = engine or FakeEngine()
         self.tokenizer = FakeTokenizer()
         configuration = read_configuration(
             {"max_body_bytes": MAX_BODY_BYTES}, environment={"HOME": "/nowhere"}

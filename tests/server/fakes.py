@@ -4,7 +4,8 @@ The tokenizer's tokens are bytes, and words of answers. The engine answers with 
 of ``answer`` (``w0 w1 w2 ...``), one a token, on a thread of its own; it keeps the
 requests it was given, counts the prefix that two prompts in a row share as cached, and
 waits at ``gate`` before each token so that a test decides when time passes. A word that
-is a stop string ends the answer.
+is a stop string ends the answer. Its first model is ``INFO``; others are loaded when they
+are asked for, and that waits at ``gate`` too.
 
 In an answer, ``<think>...</think>`` is reasoning and ``<call NAME>ARGUMENTS</call>`` a
 tool call.
@@ -17,6 +18,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mtplx.errors import EngineUnavailableError, InvalidRequestError, QueueFullError
@@ -29,11 +32,24 @@ from mtplx.types import (
     Failed,
     Finished,
     GenerationRequest,
+    ModelInfo,
     PrefillProgress,
     Prompt,
     PromptLogprobs,
     TextDelta,
     TokenLogprob,
+)
+
+INFO = ModelInfo(
+    name="org/fake-model",
+    context_length=400,
+    vocab_size=256,
+    device="cpu",
+    dtype="float32",
+    cache_kinds={"trimmable": 2},
+    fingerprint="0123456789abcdef0123456789abcdef",
+    backend="none",
+    created=1_700_000_000,
 )
 
 ANSWER = ("w0 ", "w1 ", "w2 ", "w3 ", "w4 ")
@@ -170,23 +186,47 @@ class FakeTokenizer:
         return self.token_bytes(token_id).decode(errors="replace")
 
 
+@dataclass(frozen=True)
+class FakeModel:
+    """A model that ``FakeEngine`` serves."""
+
+    info: ModelInfo
+    tokenizer: FakeTokenizer
+
+
+def fake_model(name: str, **info: Any) -> FakeModel:
+    """Return a model like ``INFO``, but for its name and ``info``."""
+    return FakeModel(replace(INFO, name=name, **info), FakeTokenizer())
+
+
 class FakeEngine:
     """Runs requests one after another until ``close``.
+
+    Args:
+        others: Models besides the first one, none of them loaded.
 
     Attributes:
         gate: Closed (cleared), it holds the engine before its next token; a
             cancellation passes.
         failure: When set, the event that replaces the second token of every answer.
         refusal: When set, what ``submit`` raises.
+        unloadable: When set, what loading a model ends with.
         room: When set, how many requests are taken; more find the queue full.
         alive: What ``status`` says.
         answer: The words of every answer.
         requests: What was submitted.
+        loading: Name of the model that is being loaded.
+        loads: Names of the models that were loaded.
         ended: Request id -> its last event.
     """
 
-    def __init__(self) -> None:
-        self._inbox: queue.Queue[tuple[GenerationRequest, Callable[[Event], None]] | None]
+    def __init__(self, *others: FakeModel) -> None:
+        self._others = {model.info.name: model for model in others}
+        self._inbox: queue.Queue[
+            tuple[GenerationRequest, Callable[[Event], None]]
+            | tuple[str, Future[FakeModel]]
+            | None
+        ]
         self._inbox = queue.Queue()
         self._cancelled: set[str] = set()
         self._changed = threading.Condition()
@@ -200,10 +240,13 @@ class FakeEngine:
         self.gate.set()
         self.failure: Failed | None = None
         self.refusal: Exception | None = None
+        self.unloadable: Exception | None = None
         self.room: int | None = None
         self.alive = True
         self.answer: Sequence[str] = ANSWER
         self.requests: list[GenerationRequest] = []
+        self.loading: str | None = None
+        self.loads: list[str] = []
         self.ended: dict[str, Event] = {}
 
     def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> None:
@@ -220,6 +263,20 @@ class FakeEngine:
         with self._changed:
             self._cancelled.add(request_id)
             self._changed.notify_all()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (INFO.name, *self._others)
+
+    @property
+    def loaded(self) -> dict[str, ModelInfo]:
+        there = {name: self._others[name].info for name in self.loads}
+        return {INFO.name: INFO, **there}
+
+    def model(self, name: str) -> Future[FakeModel]:
+        future: Future[FakeModel] = Future()
+        self._inbox.put((name, future))
+        return future
 
     def status(self) -> EngineStatus:
         return EngineStatus(alive=self.alive, running=len(self.requests) - len(self.ended))
@@ -254,6 +311,9 @@ class FakeEngine:
         item = self._inbox.get()
         if item is None:
             return False
+        if isinstance(item[1], Future):
+            self._load(*item)
+            return True
         request, on_event = item
         last = self._answer(request, on_event)
         on_event(last)
@@ -261,6 +321,23 @@ class FakeEngine:
             self.ended[request.request_id] = last
             self._changed.notify_all()
         return True
+
+    def _load(self, name: str, future: Future[FakeModel]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        with self._changed:
+            self.loading = name
+            self._changed.notify_all()
+        self._may_go_on(name)
+        if self.unloadable is not None:
+            future.set_exception(self.unloadable)
+            return
+        with self._changed:
+            self.loading = None
+            if name not in self.loads:
+                self.loads.append(name)
+            self._changed.notify_all()
+        future.set_result(self._others[name])
 
     def _answer(
         self, request: GenerationRequest, on_event: Callable[[Event], None]

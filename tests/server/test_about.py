@@ -16,6 +16,7 @@ MODEL = {
     "object": "model",
     "created": INFO.created,
     "owned_by": "mtplx",
+    "loaded": True,
     "context_length": INFO.context_length,
     "max_model_len": INFO.context_length,
 }

@@ -286,7 +286,8 @@ def test_one_log_line_without_the_prompt(
     ]
     assert [len(each) for each in own] == [1, 1, 1]
     for [line] in own[:2]:
-        assert "path=/v1/chat/completions status=200 outcome=stop" in line
+        assert "path=/v1/chat/completions status=200 model=org/fake-model" in line
+        assert "outcome=stop" in line
         assert f"prompt={PROMPT_TOKENS} cached=" in line
         assert "completion=5 ttft=" in line
     assert "path=/nothing%0Ahere status=404 total=" in own[2][0]

@@ -14,7 +14,6 @@ from mtplx.metrics import PrefillMetrics
 from mtplx.server.access import RequestRecord
 from mtplx.server.metrics import Metrics
 from mtplx.types import ITL_BOUNDS_S, DiskStats, EngineStatus, ItlSummary
-from tests.server.conftest import INFO
 from tests.server.fakes import FakeEngine
 from tests.server.small_app import small_client
 
@@ -119,7 +118,7 @@ def prefill(**changed: object) -> PrefillMetrics:
 
 
 def test_a_request_is_counted_when_it_ends(engine: FakeEngine) -> None:
-    metrics = Metrics(engine, INFO)
+    metrics = Metrics(engine)
     record = RequestRecord(
         api_key_id="k1", status=200, outcome="stop", metrics=prefill(), completion_tokens=7
     )
@@ -155,7 +154,7 @@ def test_a_request_is_counted_when_it_ends(engine: FakeEngine) -> None:
 
 
 def test_every_number_of_the_status_is_told(engine: FakeEngine) -> None:
-    said = told(Metrics(engine, INFO))
+    said = told(Metrics(engine))
     numbers = set(said.values())
     for value in (STATUS, STATUS.itl, DISK):
         for field in dataclasses.fields(value):
@@ -174,7 +173,7 @@ def test_every_number_of_the_status_is_told(engine: FakeEngine) -> None:
 
 def test_an_engine_that_has_measured_nothing(engine: StatusEngine) -> None:
     engine.said = EngineStatus(alive=True)
-    names = {name for name, _ in told(Metrics(engine, INFO))}
+    names = {name for name, _ in told(Metrics(engine))}
     assert "mtplx_requests_running" in names
     assert not names & {
         "mtplx_step_error_ratio",
@@ -185,13 +184,13 @@ def test_an_engine_that_has_measured_nothing(engine: StatusEngine) -> None:
 
 def test_a_dead_engine_is_down(engine: StatusEngine) -> None:
     engine.said = EngineStatus(alive=False)
-    said = told(Metrics(engine, INFO))
+    said = told(Metrics(engine))
     assert said["mtplx_up", ()] == 0
     assert ("mtplx_requests_running", ()) not in said
 
 
 def test_two_applications_share_nothing(engine: FakeEngine) -> None:
-    first, second = Metrics(engine, INFO), Metrics(engine, INFO)
+    first, second = Metrics(engine), Metrics(engine)
     first.observe("GET", "/health", RequestRecord(status=200))
     key = ("mtplx_requests_total", ("GET", "", "/health", "200"))
     assert told(first)[key] == 1

@@ -35,7 +35,9 @@ class PlanningEngine(FakeEngine):
         self.asked: list[tuple[Prompt, str, Future[PrefillForecast]]] = []
         self.lost = False
 
-    def plan(self, prompt: Prompt, namespace: str) -> Future[PrefillForecast]:
+    def plan(
+        self, prompt: Prompt, namespace: str, model: str = ""
+    ) -> Future[PrefillForecast]:
         if self.refusal is not None:
             raise self.refusal
         future: Future[PrefillForecast] = Future()

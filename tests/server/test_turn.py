@@ -10,6 +10,7 @@ from fastapi import Request, Response
 from fastapi.testclient import TestClient
 
 from mtplx.config import read_configuration
+from mtplx.server.names import ModelNames
 from mtplx.server.responses import json_response
 from mtplx.server.service import Service
 from mtplx.server.turn import (
@@ -46,7 +47,8 @@ def run(engine: FakeEngine, turn: TurnRequest, events: list[Any]) -> dict[str, A
     app = small_app(engine)
     configuration = read_configuration({}, environment={"HOME": "/nowhere"})
     generations = app.state.generations
-    service = Service(engine, FakeTokenizer(), INFO, configuration, generations)
+    names = ModelNames.read(engine.names, "")
+    service = Service(engine, FakeTokenizer(), INFO, configuration, generations, names)
 
     @app.post("/turn")
     async def route(request: Request) -> Response:

@@ -450,6 +450,15 @@ def test_a_prompt_that_only_goes_on_misses_nothing():
     assert (match.length, match.miss_reason, match.divergence) == (10, None, None)
 
 
+@pytest.mark.parametrize("known", [6, 10], ids=["part of a run", "all of it"])
+def test_a_prompt_that_is_known_to_its_end_misses_nothing(known):
+    """Its last token is computed all the same, for its logits."""
+    bank = SessionBank()
+    store(bank, range(10))
+    match = bank.match(DENSE, range(known))
+    assert (match.length, match.miss_reason, match.divergence) == (known - 1, None, None)
+
+
 def test_what_had_to_go_is_remembered():
     bank = SessionBank(64)
     store(bank, range(64))

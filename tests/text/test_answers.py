@@ -227,6 +227,30 @@ def test_a_cut_answer_is_continued_after_its_own_tokens(kind):
     assert starts_with(tokenizer.render_chat(closed), open_prompt.token_ids, more)
 
 
+@KINDS
+def test_the_same_prompt_is_not_answered_by_the_spaces_of_its_last_answer(kind):
+    """Nothing stands where the answer would: that says as little as spaces do."""
+    tokenizer = make_tokenizer(kind)
+    messages = [user("Hi")]
+    prompt = tokenizer.render_chat(messages)
+    tokenizer.remember(prompt, letters(tokenizer, "  "), assistant("  "))
+    assert tokenizer.render_chat(messages).token_ids == prompt.token_ids
+
+
+@KINDS
+def test_the_beginning_of_an_answer_is_continued_as_its_client_wrote_it(kind):
+    tokenizer, fresh = make_tokenizer(kind), make_tokenizer(kind)
+    prompt = tokenizer.render_chat([user("Hi")])
+    *generated, _ = letters(tokenizer, "the capital  ")
+    tokenizer.remember(prompt, generated, assistant("the capital  "))
+    trimmed = [user("Hi"), assistant("the capital")]
+    opened, plain = (
+        each.render_chat(trimmed, continue_final_message=True)
+        for each in (tokenizer, fresh)
+    )
+    assert tokenizer.decode(opened.token_ids) == fresh.decode(plain.token_ids)
+
+
 def think(reasoning: str, text: str) -> str:
     return f"<think>\n{reasoning}\n</think>\n\n{text}"
 

@@ -220,6 +220,16 @@ def test_a_schema_that_cannot_be_held_to_is_refused_with_keyword_and_place(schem
     assert raised.value.param == "response_format"
 
 
+@pytest.mark.parametrize("more", [{}, {"pattern": "^[12]"}, {"allOf": [{"minLength": 4}]}])
+@pytest.mark.parametrize(("kind", "rest"), [("date", ""), ("date-time", "T12:00:00Z")])
+def test_a_date_is_a_day_that_the_calendar_has(kind, rest, more):
+    grammar = json_schema_grammar({"type": "string", "format": kind, **more})
+    for real in ("2024-02-29", "2000-02-29", "2023-02-28", "1999-12-31", "1010-10-10"):
+        assert accepts(grammar, f'"{real}{rest}"'), real
+    for unreal in ("2023-02-29", "1900-02-29", "2024-02-30", "2023-04-31", "0000-01-01"):
+        assert not accepts(grammar, f'"{unreal}{rest}"'), unreal
+
+
 def test_branches_that_may_overlap_are_taken_where_nothing_strict_was_asked():
     schema = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
     assert accepts(json_schema_grammar(schema, strict=False), "1")

@@ -6,5 +6,6 @@ turn reads as an answer, and ``routes`` puts them together.
 
 from mtplx.server.messages.body import CountTokensBody, MessagesBody
 from mtplx.server.messages.routes import add_routes
+from mtplx.server.messages.shapes import MessageEvent
 
-__all__ = ["CountTokensBody", "MessagesBody", "add_routes"]
+__all__ = ["CountTokensBody", "MessageEvent", "MessagesBody", "add_routes"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from mtplx.server.chat_body import ToolName
 from mtplx.server.fields import UNSUPPORTED, FieldTable, field_error, shown
@@ -146,7 +146,7 @@ class AnthropicTool(JsonObject):
 
     table: ClassVar[FieldTable] = fields.TOOL
 
-    type: str = "custom"
+    type: Annotated[str, WithJsonSchema({"const": "custom"})] = "custom"
     name: ToolName
     description: str | None = None
     input_schema: Json = Field(description="JSON schema of the arguments.")
@@ -222,7 +222,7 @@ class CountTokensBody(JsonObject):
 
     table: ClassVar[FieldTable] = fields.COUNT
 
-    model: str = Field(description="Name of the served model, or any `claude-` name.")
+    model: str = Field(description="A served model or an alias of one.")
     messages: list[AnthropicMessage] = Field(min_length=1)
     system: Texts = Field([], description="Text, or blocks of text.")
     tools: list[AnthropicTool] = Field([], description="Tools that the client runs.")

@@ -17,13 +17,18 @@ from fastapi import FastAPI, Request, Response
 from mtplx.errors import ContextLengthError, MtplxError, UnsupportedFieldError
 from mtplx.server.access import RequestRecord
 from mtplx.server.body import read_body
-from mtplx.server.errors import TABLE, AnthropicErrorBody, error_body_for
+from mtplx.server.errors import AnthropicErrorBody, error_body_for
 from mtplx.server.keepalive import keep_alive
 from mtplx.server.messages.billing import Body, without_check_values
 from mtplx.server.messages.body import CountTokensBody, MessagesBody
 from mtplx.server.messages.diagnostics import Record, Records
 from mtplx.server.messages.events import Answer
-from mtplx.server.messages.shapes import AnthropicAnswer, CacheDiagnostics, TokenCount
+from mtplx.server.messages.shapes import (
+    AnthropicAnswer,
+    CacheDiagnostics,
+    MessageEvent,
+    TokenCount,
+)
 from mtplx.server.messages.translate import answer_request, prompt_request
 from mtplx.server.openapi import describe
 from mtplx.server.responses import json_response
@@ -33,18 +38,18 @@ from mtplx.server.turn import Turn, TurnEnd, TurnRequest, open_turn, render
 
 PATH = "/v1/messages"
 
-_STATUSES = sorted({row.status for row in TABLE.values()})
-_FAILURES = {"responses": {status: {"model": AnthropicErrorBody} for status in _STATUSES}}
+_ANSWERS = describe(
+    MessagesBody, AnthropicAnswer, events=MessageEvent, error=AnthropicErrorBody
+)
+_COUNTS = describe(CountTokensBody, TokenCount, error=AnthropicErrorBody)
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
     """Add Anthropic's routes to ``app``, which turns what they raise into Anthropic's
     errors, by their path."""
     routes = _Routes(service)
-    answers = describe(MessagesBody, AnthropicAnswer) | _FAILURES
-    app.post(PATH, **answers)(routes.create_message)
-    counts = describe(CountTokensBody, TokenCount) | _FAILURES
-    app.post(f"{PATH}/count_tokens", **counts)(routes.count_tokens)
+    app.post(PATH, **_ANSWERS)(routes.create_message)
+    app.post(f"{PATH}/count_tokens", **_COUNTS)(routes.count_tokens)
 
 
 class _Routes:
@@ -58,14 +63,15 @@ class _Routes:
     async def create_message(self, request: Request) -> Response:
         """Answer a conversation; with `stream` as server-sent events."""
         try:
-            body, notes = await self._read(request, MessagesBody)
+            body, served, notes = await self._read(request, MessagesBody)
         except UnsupportedFieldError as error:
             if error.param == "thread":
-                return _threads_unsupported(error)
+                # The SDK's tool runner asks for one first, and does without on this code.
+                error.code = "thread_unsupported_request"
             raise
-        namespace = self._service.namespace(request, None)
+        namespace = served.namespace(request, None)
         asked = await asyncio.to_thread(answer_request, body, namespace=namespace)
-        opened = _opened(self._service, request, asked)
+        opened = _opened(served, request, asked)
 
         def begin(turn: Turn) -> Answer:
             message_id = f"msg_{RequestRecord.of(request).request_id}"
@@ -74,7 +80,7 @@ class _Routes:
                 body.model,
                 body.max_tokens,
                 show_thinking=body.thinking is None or body.thinking.display != "omitted",
-                diagnostics=self._diagnose(body, message_id, asked, turn),
+                diagnostics=self._diagnose(served, body, message_id, asked, turn),
                 notes=notes,
             )
 
@@ -90,33 +96,36 @@ class _Routes:
 
     async def count_tokens(self, request: Request) -> Response:
         """Tell how many tokens the prompt of a conversation has."""
-        body, _ = await self._read(request, CountTokensBody)
-        prompt = await asyncio.to_thread(
-            lambda: render(self._service, prompt_request(body))
-        )
+        body, served, _ = await self._read(request, CountTokensBody)
+        prompt = await asyncio.to_thread(lambda: render(served, prompt_request(body)))
         return json_response({"input_tokens": len(prompt.token_ids)})
 
     async def _read(
         self, request: Request, model: type[Body]
-    ) -> tuple[Body, dict[str, Any]]:
-        """Return the body, and what the `mtplx` object is to say about it."""
+    ) -> tuple[Body, Service, dict[str, Any]]:
+        """Return the body, the service of its model, and what the `mtplx` object is to
+        say about both."""
         settings = self._service.configuration.settings
         body = await read_body(request, model, max_bytes=settings.max_body_bytes)
-        self._service.check_model(body.model)
-        notes: dict[str, Any] = {"model": self._service.info.name}
+        served = await self._service.for_model(body.model)
+        notes: dict[str, Any] = {"model": served.info.name}
         if self._normalize:
             body, changed = without_check_values(body)
             if changed:
                 notes["billing_header_normalized"] = changed
-        return body, notes
+        return body, served, notes
 
     def _diagnose(
-        self, body: MessagesBody, message_id: str, asked: TurnRequest, turn: Turn
+        self,
+        service: Service,
+        body: MessagesBody,
+        message_id: str,
+        asked: TurnRequest,
+        turn: Turn,
     ) -> CacheDiagnostics | None:
         if body.diagnostics is None:
             return None
-        fingerprint = self._service.info.fingerprint
-        record = Record.of(asked, fingerprint, len(turn.prompt.token_ids))
+        record = Record.of(asked, service.info.fingerprint, len(turn.prompt.token_ids))
         reason = self._records.compare(record, body.diagnostics.previous_message_id)
         self._records.keep(message_id, record)
         return None if reason is None else {"cache_miss_reason": reason}
@@ -146,13 +155,6 @@ async def _opened(
         raise ContextLengthError(
             f"prompt is too long: {error.message}", param=error.param
         ) from None
-
-
-def _threads_unsupported(error: UnsupportedFieldError) -> Response:
-    # The SDK's tool runner asks for a thread first, and does without on this code.
-    body = error_body_for(PATH, error)
-    details = {"error_code": "thread_unsupported_request"}
-    return json_response({**body, "error": {**body["error"], "details": details}}, 400)
 
 
 def _frame(event: Mapping[str, Any]) -> bytes:

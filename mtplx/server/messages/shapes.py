@@ -95,6 +95,23 @@ class AnthropicAnswer(TypedDict):
     mtplx: NotRequired[dict[str, Any]]
 
 
+class MessageEvent(TypedDict):
+    """An event of the stream of ``POST /v1/messages``. Besides, each type of them has
+    fields of its own."""
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "ping",
+    ]
+    message: NotRequired[AnthropicAnswer]
+    usage: NotRequired[AnthropicUsage]
+
+
 class TokenCount(TypedDict):
     """Answer of ``POST /v1/messages/count_tokens``."""
 

@@ -191,7 +191,7 @@ class ResponseBody(JsonObject):
     table: ClassVar[FieldTable] = BODY
 
     model: str | None = Field(
-        None, description="Name of the served model; any `claude-` or `gpt-` name is one."
+        None, description="A served model or an alias of one; default: the first."
     )
     input: Annotated[
         list[InputItem],

@@ -37,7 +37,7 @@ async def create_response(
     Raises:
         MtplxError: The request is refused, or it failed.
     """
-    body, read, asked = await _asked(service, store, request)
+    service, body, read, asked = await _asked(service, store, request)
     record = RequestRecord.of(request)
     run = Run(service, store, body, read, owner=record.api_key_id, name=record.request_id)
     opened = open_turn(service, request, asked)
@@ -56,7 +56,7 @@ async def count_input_tokens(
 
     Raises as ``create_response``.
     """
-    _, _, asked = await _asked(service, store, request)
+    service, _, _, asked = await _asked(service, store, request)
     prompt = await asyncio.to_thread(render, service, asked)
     answer: shapes.InputTokenCount = {
         "object": "response.input_tokens",
@@ -67,15 +67,17 @@ async def count_input_tokens(
 
 async def _asked(
     service: Service, store: ResponseStore, request: Request
-) -> tuple[ResponseBody, tuple[Item, ...], TurnRequest]:
-    """Return the body, the items it makes the model read, and the turn."""
+) -> tuple[Service, ResponseBody, tuple[Item, ...], TurnRequest]:
+    """Return the service of its model, the body, the items it makes the model read, and
+    the turn."""
     settings = service.configuration.settings
     body = await read_body(request, ResponseBody, max_bytes=settings.max_body_bytes)
-    service.check_model(body.model)
+    service = await service.for_model(body.model)
     record = RequestRecord.of(request)
     read = read_items(body, store, owner=record.api_key_id, name=record.request_id)
     namespace = service.namespace(request, body.prompt_cache_key)
-    return body, read, await asyncio.to_thread(turn_request, body, read, namespace)
+    asked = await asyncio.to_thread(turn_request, body, read, namespace)
+    return service, body, read, asked
 
 
 class Run:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI, Request, Response
 
 from mtplx.errors import InvalidRequestError, UnsupportedFieldError
 from mtplx.server.access import RequestRecord
-from mtplx.server.errors import ErrorBody
 from mtplx.server.fields import shown
-from mtplx.server.openapi import describe
+from mtplx.server.openapi import describe, failures
 from mtplx.server.responses import json_response
 from mtplx.server.responses_api.body import ResponseBody
 from mtplx.server.responses_api.create import count_input_tokens, create_response
@@ -18,6 +15,7 @@ from mtplx.server.responses_api.shapes import (
     DeletedResponse,
     InputTokenCount,
     ItemList,
+    ResponseEvent,
     ResponseObject,
 )
 from mtplx.server.responses_api.store import Item, ResponseStore
@@ -25,8 +23,16 @@ from mtplx.server.service import Service
 
 _PATH = "/v1/responses"
 _ONE = f"{_PATH}/{{response_id}}"
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 403, 404)
+_ERRORS = failures((400, 401, 403, 404, 500, 503))
+# What may be done with a stored response, by the names of the endpoints.
+_LINKS = {
+    name: {"operationId": name, "parameters": {"response_id": "$response.body#/id"}}
+    for name in (
+        "retrieve_response",
+        "list_input_items",
+        "cancel_response",
+        "delete_response",
+    )
 }
 _MAX_PAGE = 100
 _LIST_QUERY = [
@@ -39,14 +45,19 @@ _LIST_QUERY = [
 def add_routes(app: FastAPI, service: Service, store: ResponseStore | None = None) -> None:
     """Add the routes to ``app``. The responses are in ``store``, by default a new one."""
     routes = _Routes(service, ResponseStore() if store is None else store)
-    app.post(_PATH, **describe(ResponseBody, ResponseObject))(routes.create)
+    answers = describe(ResponseBody, ResponseObject, events=ResponseEvent, links=_LINKS)
+    app.post(_PATH, **answers)(routes.create_response)
     app.post(f"{_PATH}/input_tokens", **describe(ResponseBody, InputTokenCount))(
-        routes.input_tokens
+        routes.count_input_tokens
     )
-    app.get(_ONE, response_model=ResponseObject, responses=_ERRORS)(routes.retrieve)
-    app.delete(_ONE, response_model=DeletedResponse, responses=_ERRORS)(routes.delete)
+    app.get(_ONE, response_model=ResponseObject, responses=_ERRORS)(
+        routes.retrieve_response
+    )
+    app.delete(_ONE, response_model=DeletedResponse, responses=_ERRORS)(
+        routes.delete_response
+    )
     app.post(f"{_ONE}/cancel", response_model=ResponseObject, responses=_ERRORS)(
-        routes.cancel
+        routes.cancel_response
     )
     parameters = [
         {"name": name, "in": "query", "required": False, "schema": schema}
@@ -57,7 +68,7 @@ def add_routes(app: FastAPI, service: Service, store: ResponseStore | None = Non
         response_model=ItemList,
         responses=_ERRORS,
         openapi_extra={"parameters": parameters},
-    )(routes.input_items)
+    )(routes.list_input_items)
 
 
 class _Routes:
@@ -67,15 +78,15 @@ class _Routes:
         self._service = service
         self._store = store
 
-    async def create(self, request: Request) -> Response:
+    async def create_response(self, request: Request) -> Response:
         """Answer; with `stream` as server-sent events."""
         return await create_response(self._service, self._store, request)
 
-    async def input_tokens(self, request: Request) -> Response:
+    async def count_input_tokens(self, request: Request) -> Response:
         """Tell the length of the prompt, without reading it."""
         return await count_input_tokens(self._service, self._store, request)
 
-    async def retrieve(self, request: Request, response_id: str) -> Response:
+    async def retrieve_response(self, request: Request, response_id: str) -> Response:
         """Return a stored response."""
         if request.query_params.get("stream", "false") != "false":
             raise UnsupportedFieldError(
@@ -83,13 +94,13 @@ class _Routes:
             )
         return json_response(self._store.get(response_id, _owner(request)).body)
 
-    async def delete(self, request: Request, response_id: str) -> Response:
+    async def delete_response(self, request: Request, response_id: str) -> Response:
         """Forget a stored response."""
         self._store.delete(response_id, _owner(request))
         answer: DeletedResponse = {"id": response_id, "object": "response", "deleted": True}
         return json_response(answer)
 
-    async def cancel(self, request: Request, response_id: str) -> Response:
+    async def cancel_response(self, request: Request, response_id: str) -> Response:
         """Refuse: only background responses can be cancelled, and there are none."""
         self._store.get(response_id, _owner(request))
         raise InvalidRequestError(
@@ -99,7 +110,7 @@ class _Routes:
             code="response_not_cancellable",
         )
 
-    async def input_items(self, request: Request, response_id: str) -> Response:
+    async def list_input_items(self, request: Request, response_id: str) -> Response:
         """List what a stored response read, earlier responses included."""
         items = self._store.get(response_id, _owner(request)).read
         return json_response(_page(items, dict(request.query_params)))

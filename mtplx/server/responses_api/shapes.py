@@ -89,6 +89,15 @@ class ResponseObject(TypedDict):
     mtplx: NotRequired[dict[str, Any]]
 
 
+class ResponseEvent(TypedDict):
+    """An event of the stream of ``POST /v1/responses``. Besides, each type of them has
+    fields of its own."""
+
+    type: str
+    sequence_number: int
+    response: NotRequired[ResponseObject]
+
+
 class InputTokenCount(TypedDict):
     """Answer of ``POST /v1/responses/input_tokens``."""
 

@@ -16,6 +16,7 @@ from mtplx.errors import MtplxError
 from mtplx.server.access import AccessMiddleware, error_answer
 from mtplx.server.handle import Generations
 from mtplx.server.messages import add_routes
+from mtplx.server.names import ModelNames
 from mtplx.server.service import Service
 from tests.server.conftest import INFO as SMALL
 from tests.server.fakes import FakeEngine, FakeTokenizer
@@ -31,7 +32,12 @@ class Api:
         self.tokenizer = FakeTokenizer()
         configuration = read_configuration(settings, environment={"HOME": "/nowhere"})
         self.service = Service(
-            self.engine, self.tokenizer, INFO, configuration, Generations(self.engine)
+            self.engine,
+            self.tokenizer,
+            INFO,
+            configuration,
+            Generations(self.engine),
+            ModelNames.read([INFO.name], ""),
         )
         self.app = self.application()
 
