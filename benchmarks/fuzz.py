@@ -31,8 +31,8 @@ from schemathesis.config import SchemathesisConfig
 from schemathesis.engine.events import NonFatalError, ScenarioFinished
 
 PASSED_OVER = {
-    "positive_data_acceptance": "a schema cannot say that the last message of a chat must "
-    "be the user's, or that a JSON schema in a body must be one that can be enforced",
+    "positive_data_acceptance": "the document cannot say that a tool's result follows its "
+    "call, or that a grammar in a body must be one that can be enforced",
 }
 _TOKENS = range(2, 10**40)
 # Field -> valid values, which become the first of them.
@@ -67,13 +67,14 @@ class Tally:
         for checks in recorder.checks.values():
             for check in checks:
                 self.checks[f"{check.name} {check.status.value}"] += 1
-                if check.failure_info is not None:
-                    failure = check.failure_info.failure
-                    text = f"{failure.title}: {failure.message}"
-                    text += f"\n{check.failure_info.code_sample}"
-                    self.failures.setdefault(f"{recorder.label} {check.name}", []).append(
-                        text
-                    )
+                if (info := check.failure_info) is not None:
+                    name = f"{recorder.label} {check.name}"
+                    text = f"{info.failure.title}: {info.failure.message}"
+                    self.fail(name, f"{text}\n{info.code_sample}")
+
+    def fail(self, name: str, text: str) -> None:
+        """Keep a failure, with others of its kind."""
+        self.failures.setdefault(name, []).append(text)
 
 
 def _kind(response: Any) -> str:
@@ -113,7 +114,7 @@ def fuzz(schema: Any, model: str, cases: int, phases: list[str]) -> Tally:
         if isinstance(event, ScenarioFinished):
             tally.add(event)
         elif isinstance(event, NonFatalError):
-            tally.failures.setdefault(f"{event.label} error", []).append(str(event.value))
+            tally.fail(f"{event.label} error", str(event.value))
     return tally
 
 

@@ -89,6 +89,18 @@ def test_the_tables_of_fields_are_told(document: Json, model: type[JsonObject]) 
         assert schema["properties"][name]["enum"] == [*accepted, None]
 
 
+def test_what_holds_between_fields_is_told(document: Json) -> None:
+    """Without it, a fuzzer's chats all ended at their first message."""
+    schemas = document["components"]["schemas"]
+    kinds = schemas["Message"]["anyOf"]
+    roles = [role for kind in kinds for role in kind["properties"]["role"]["enum"]]
+    assert set(roles) == set(schemas["Message"]["properties"]["role"]["enum"])
+    for name in ("ChatBody", "CompletionBody"):
+        streamed, whole = schemas[name]["anyOf"]
+        assert streamed["properties"] == {"stream": {"const": True}}
+        assert set(whole["properties"]) == {"stream_options", "return_progress"}
+
+
 def test_nothing_is_told_that_is_never_sent(document: Json) -> None:
     assert "HTTPValidationError" not in str(document)
     for path, operation in operations(document):
