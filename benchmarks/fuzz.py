@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--phases", default="coverage,fuzzing,stateful")
     parser.add_argument("--api-key")
-    parser.add_argument("--workers", type=int, default=4, help="requests at once")
+    parser.add_argument("--workers", type=int, default=1, help="requests at once")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}

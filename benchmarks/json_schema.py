@@ -2,7 +2,8 @@
 
     python benchmarks/json_schema.py http://127.0.0.1:8000 --runs 10
 
-Ten schemas of different kinds, each asked for streamed and not. An answer counts only if
+Ten schemas of different kinds, each asked for streamed and not; they bound every text,
+list and integer, since a small model may not end one by itself. An answer counts only if
 it ended by itself (``finish_reason`` is stop) and the package jsonschema, which the
 benchmark needs besides the project (``pip install jsonschema``), finds it valid, formats
 included. What fails is printed. Exit code 1 if anything does.
@@ -27,6 +28,10 @@ def text(most: int) -> dict[str, Any]:
     return {"type": "string", "minLength": 1, "maxLength": most}
 
 
+def whole(least: int, most: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": least, "maximum": most}
+
+
 def record(*optional: str, **properties: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "object",
@@ -42,12 +47,12 @@ PLACE = record(
 SCHEMAS: dict[str, dict[str, Any]] = {
     "flat object": record(
         name=text(30),
-        age={"type": "integer", "minimum": 0, "maximum": 120},
+        age=whole(0, 120),
         job=text(30),
         married={"type": "boolean"},
     ),
     "nested objects": record(
-        order={"type": "integer", "minimum": 1, "maximum": 99999},
+        order=whole(1, 99999),
         customer=record(name=text(30), address=PLACE),
         payment=record(method=text(12), card=record(last={"const": "0000"})),
     ),
@@ -55,7 +60,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         colors={"type": "array", "items": text(10), "minItems": 2, "maxItems": 4},
         point={
             "type": "array",
-            "prefixItems": [{"type": "integer"}, {"type": "integer"}],
+            "prefixItems": [whole(-100, 100), whole(-100, 100)],
             "items": False,
             "minItems": 2,
         },
@@ -78,7 +83,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         unicode={"enum": ["größe", "naïve", "日本", 'a"b', "tab\there"]},
     ),
     "number ranges": record(
-        percent={"type": "integer", "minimum": 0, "maximum": 100},
+        percent=whole(0, 100),
         degrees={"type": "number", "minimum": -90, "maximum": 90},
         share={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
         dozens={"type": "integer", "multipleOf": 12, "minimum": 12, "maximum": 144},
@@ -91,23 +96,23 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "tags",
         title=text(40),
         subtitle=text(40),
-        year={"type": "integer", "minimum": 1500, "maximum": 2030},
-        pages={"type": "integer", "minimum": 1, "maximum": 3000},
+        year=whole(1500, 2030),
+        pages=whole(1, 3000),
         tags={"type": "array", "items": text(10), "maxItems": 3},
     ),
     "anyOf": record(
         shape={
             "anyOf": [
-                record(kind={"const": "circle"}, radius={"type": "integer"}),
+                record(kind={"const": "circle"}, radius=whole(1, 100)),
                 record(
                     kind={"const": "box"},
-                    width={"type": "integer"},
-                    height={"type": "integer"},
+                    width=whole(1, 100),
+                    height=whole(1, 100),
                 ),
                 {"type": "null"},
             ]
         },
-        label={"anyOf": [text(15), {"type": "integer", "minimum": 0, "maximum": 9}]},
+        label={"anyOf": [text(15), whole(0, 9)]},
     ),
     # Nothing bounds how deep it gets but that a text is likelier than one more list.
     "recursive references": {

@@ -14,7 +14,12 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI, Request, Response
 from typing_extensions import TypedDict
 
-from mtplx.errors import EngineUnavailableError, UnsupportedFieldError
+from mtplx.errors import (
+    DeadlineExceededError,
+    EngineUnavailableError,
+    MtplxError,
+    UnsupportedFieldError,
+)
 from mtplx.server.access import RequestRecord
 from mtplx.server.body import read_object, validate
 from mtplx.server.chat_body import ChatBody
@@ -94,9 +99,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     async def plan(request: Request) -> Response:
         """Tell what reading a prompt would take, without doing it."""
         asked = await _read(service, request)
-        patience_s = min(asked.within_s or PLAN_TIMEOUT_S, PLAN_TIMEOUT_S)
-        forecast = await _forecast(asked, patience_s)
-        return json_response(_plan(asked, forecast))
+        return json_response(_plan(asked, await _forecast(asked)))
 
 
 async def _read(service: Service, request: Request) -> _Asked:
@@ -148,14 +151,19 @@ async def _prefill(request: Request, asked: _Asked) -> Prefilled:
     }
 
 
-async def _forecast(asked: _Asked, patience_s: float) -> PrefillForecast:
+async def _forecast(asked: _Asked) -> PrefillForecast:
+    patience_s = PLAN_TIMEOUT_S
+    error: type[MtplxError] = EngineUnavailableError
+    if asked.within_s is not None and asked.within_s < patience_s:
+        # Then it is no fault of the server's.
+        patience_s, error = asked.within_s, DeadlineExceededError
     engine, model = asked.service.engine, asked.service.info.name
     planned = asyncio.wrap_future(engine.plan(asked.prompt, asked.namespace, model))
     try:
         async with asyncio.timeout(patience_s):
             return await planned
     except TimeoutError:
-        raise EngineUnavailableError(
+        raise error(
             f"The engine was busy with one step for {patience_s:g} seconds. Ask again."
         ) from None
 

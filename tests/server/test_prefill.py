@@ -11,6 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from mtplx.errors import EngineUnavailableError
+from mtplx.server import prefill
 from mtplx.types import PrefillForecast, Prompt
 from tests.server.conftest import INFO
 from tests.server.fakes import FakeEngine, engine_stopped
@@ -130,10 +131,23 @@ def test_a_plan_is_the_engines_and_reads_nothing(
     assert engine.requests == []
 
 
-def test_a_busy_engine_is_not_waited_for(engine: PlanningEngine, http: TestClient) -> None:
+@pytest.mark.parametrize(
+    ("longest_s", "fields", "status"),
+    [(60.0, {"deadline_s": 0.01}, 408), (0.01, {}, 503), (0.01, {"deadline_s": 60}, 503)],
+)
+def test_a_busy_engine_is_not_waited_for(
+    engine: PlanningEngine,
+    http: TestClient,
+    monkeypatch: pytest.MonkeyPatch,
+    longest_s: float,
+    fields: dict[str, float],
+    status: int,
+) -> None:
+    """Whose patience ends says whose fault it is."""
+    monkeypatch.setattr(prefill, "PLAN_TIMEOUT_S", longest_s)
     engine.gate.clear()
-    answer = http.post("/v1/prefill/plan", json=CHAT | {"deadline_s": 0.01})
-    assert answer.status_code == 503
+    answer = http.post("/v1/prefill/plan", json=CHAT | fields)
+    assert answer.status_code == status
     assert "busy" in answer.json()["error"]["message"]
     [(_, _, future)] = engine.asked
     assert future.cancelled()
