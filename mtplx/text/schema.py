@@ -32,6 +32,10 @@ _OF_ONE = ("items", "additionalProperties", "not", "contains", "propertyNames")
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "$schema", "$comment", "x-guidance"}
 )
+_BOUNDS = frozenset(
+    {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+    | {"enum", "const", "multipleOf", "allOf", "anyOf", "oneOf", "$ref"}
+)
 _UNSUPPORTED = "Unimplemented keys: "
 _IMPOSSIBLE = "Unsatisfiable schema: "
 _OVERLAPPING = "oneOf constraints are not supported"
@@ -70,7 +74,7 @@ def prepare_schema(schema: Any, *, strict: bool = True, param: str) -> dict[str,
         error = _check(schema, strict)
         if error:
             raise InvalidRequestError(_explain(schema, error, strict), param=param)
-        prepared = _with_real_dates(_closed(schema))
+        prepared = _with_bounded_integers(_with_real_dates(_closed(schema)))
         if _check(prepared, strict):
             prepared = deepcopy(schema)
     except RecursionError as error:
@@ -166,6 +170,15 @@ def _with_real_dates(schema: dict[str, Any]) -> dict[str, Any]:
     for part in _all_parts(schema):
         if part.get("format") in ("date", "date-time"):
             part["allOf"] = [*part.get("allOf", ()), {"pattern": _REAL_DATE}]
+    return schema
+
+
+def _with_bounded_integers(schema: dict[str, Any]) -> dict[str, Any]:
+    """Hold integers without bounds to those that every JSON reader keeps exact (RFC 7493,
+    section 2.2): a small model that may write any number of digits does not stop."""
+    for part in _all_parts(schema):
+        if part.get("type") == "integer" and not part.keys() & _BOUNDS:
+            part.update(minimum=1 - 2**53, maximum=2**53 - 1)
     return schema
 
 

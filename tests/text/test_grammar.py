@@ -230,6 +230,14 @@ def test_a_date_is_a_day_that_the_calendar_has(kind, rest, more):
         assert not accepts(grammar, f'"{unreal}{rest}"'), unreal
 
 
+def test_an_integer_without_bounds_ends() -> None:
+    grammar = json_schema_grammar({"type": "array", "items": {"type": "integer"}})
+    assert accepts(grammar, f"[{2**53 - 1}, -7]")
+    assert not accepts(grammar, f"[{2**53}]")
+    own = json_schema_grammar({"type": "integer", "minimum": 0})
+    assert accepts(own, "9" * 30)
+
+
 def test_branches_that_may_overlap_are_taken_where_nothing_strict_was_asked():
     schema = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
     assert accepts(json_schema_grammar(schema, strict=False), "1")
