@@ -55,6 +55,7 @@ class RunningRequest:
 
     Attributes:
         prefill: The prompt on its way, then the cache that decodes.
+        broken: What was computed is no numbers; nothing of it may be kept.
 
     Raises:
         UnsupportedFieldError: The request has a grammar, and there are no ``grammars``.
@@ -87,6 +88,7 @@ class RunningRequest:
         self._gaps = ItlRecorder(recent=256)
         self._last_token_s: float | None = None
         self._reason: FinishReason | None = None
+        self.broken = False
         self._prompt_scores: PromptScores | None = None
         if request.prompt_logprobs:
             self._prompt_scores = PromptScores(prompt.token_ids, request.logprobs or 0)
@@ -172,6 +174,7 @@ class RunningRequest:
                 cannot go on.
         """
         if token == NOT_A_NUMBER:
+            self.broken = True
             raise GenerationError(
                 "The model produced logits that are not numbers. "
                 "Try another dtype, float32 say, or another copy of the model."

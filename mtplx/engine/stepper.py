@@ -195,9 +195,9 @@ class Stepper:
             over.append(self._running.pop(request_id))
 
     def _fail(self, request_id: str, error: Exception, failed: set[str]) -> None:
-        """End one request with an error. Its cache may be broken: nothing is kept of it
-        but what the bank has already."""
+        """End one request with an error. Nothing more is kept of it than the bank has, and
+        not even that where it computed no numbers."""
         running = self._running.pop(request_id)
-        running.prefill.release()
+        running.prefill.release(broken=running.broken)
         running.fail(error)
         failed.add(request_id)

@@ -1,6 +1,7 @@
 """The SessionBank: KV state kept by token prefix."""
 
-from mtplx.session.bank import Lease, SessionBank
+from mtplx.session.bank import SessionBank
+from mtplx.session.lease import Lease
 from mtplx.session.match import Match
 
 __all__ = ["Lease", "Match", "SessionBank"]

@@ -31,6 +31,7 @@ from typing import Any
 from mtplx.errors import KVBudgetError
 from mtplx.session.eviction import evictable, least_saving, least_worth
 from mtplx.session.forgotten import Forgotten
+from mtplx.session.lease import Lease
 from mtplx.session.ledger import Ledger
 from mtplx.session.match import Match, find_divergence
 from mtplx.session.state import Buffer, Rows, Snapshot, TokenIds, TokenRun
@@ -38,76 +39,6 @@ from mtplx.session.tree import Kept, Node, PrefixTree, as_run
 from mtplx.types import StateKey
 
 logger = logging.getLogger(__name__)
-
-
-class Lease:
-    """State on loan to one request, until ``release()``.
-
-    Attributes:
-        match: What was found.
-        borrowed: The buffer with the state of ``match.length`` tokens, to write to from
-            there on; None where the rows must be copied.
-        rows: Pieces to copy, whose lengths add up to ``match.length``, in order; empty
-            with ``borrowed``. Good until anything else is done with the bank.
-        snapshot: The snapshot at ``match.length``; None where none is needed.
-    """
-
-    def __init__(
-        self,
-        bank: SessionBank,
-        match: Match,
-        used: list[Node],
-        borrowed: Buffer | None,
-    ) -> None:
-        self.match = match
-        self.borrowed = borrowed
-        self.rows: tuple[Rows, ...] = ()
-        if borrowed is None:
-            self.rows = tuple(_head(node, match.length) for node in used)
-        # A pin on the deepest node holds the whole path: only leaves are evicted.
-        self._node = used[-1] if used else None
-        kept = self._node.snapshots.get(match.length) if self._node else None
-        self.snapshot = None if kept is None else kept.snapshot
-        self._bank = bank
-        self._buffer = borrowed
-        if self._node is not None:
-            self._node.pins += 1
-            bank.pinned += 1
-
-    def run_in(self, buffer: Buffer, reserved_bytes: int = 0) -> None:
-        """Say where the request runs: the borrowed buffer, or its own.
-
-        Args:
-            buffer: It writes to this one.
-            reserved_bytes: What it may grow to, and counts as.
-        """
-        self.rows = ()
-        self._buffer = buffer
-        self._bank._ledger.run(buffer, reserved_bytes)
-        self._bank._recount()
-
-    def reserve(self, nbytes: int) -> bool:
-        """Let the buffer grow to ``nbytes``; False when there is no room for that."""
-        assert self._buffer is not None
-        return self._bank._reserve(self._buffer, nbytes)
-
-    def release(self, *, intact: bool = True, keep_buffer: bool = False) -> None:
-        """End the loan; may be called twice.
-
-        Args:
-            intact: The buffer's rows are what they should be. If not, all that the bank
-                holds of it is dropped.
-            keep_buffer: The caller goes on using the buffer; the bank copies what it
-                holds of it.
-        """
-        if self._node is not None:
-            self._node.pins -= 1
-            self._bank.pinned -= 1
-            self._node = None
-        self.rows, self.snapshot, self.borrowed = (), None, None
-        if self._buffer is not None:
-            buffer, self._buffer = self._buffer, None
-            self._bank._give_back(buffer, intact=intact, keep_buffer=keep_buffer)
 
 
 class SessionBank:
@@ -461,7 +392,15 @@ class SessionBank:
 
     # -- buffers ----------------------------------------------------------------
 
-    def _give_back(self, buffer: Buffer, *, intact: bool, keep_buffer: bool) -> None:
+    # The three that a ``Lease`` calls.
+
+    def run_in(self, buffer: Buffer, reserved_bytes: int) -> None:
+        """See ``Lease.run_in``."""
+        self._ledger.run(buffer, reserved_bytes)
+        self._recount()
+
+    def give_back(self, buffer: Buffer, *, intact: bool, keep_buffer: bool) -> None:
+        """See ``Lease.release``."""
         if not intact:
             for node in self._ledger.nodes(buffer):
                 if node.parent is not None:
@@ -472,7 +411,8 @@ class SessionBank:
         self._ledger.save_waste(buffer)
         self._recount()
 
-    def _reserve(self, buffer: Buffer, nbytes: int) -> bool:
+    def reserve(self, buffer: Buffer, nbytes: int) -> bool:
+        """See ``Lease.reserve``."""
         if not self._make_room(0, nbytes - self._ledger.counted(buffer)):
             return False
         self._ledger.run(buffer, nbytes)
@@ -608,10 +548,3 @@ def _root(node: Node) -> Node:
     while node.parent is not None:
         node = node.parent
     return node
-
-
-def _head(node: Node, end: int) -> Rows:
-    """Return the rows of ``node`` up to index ``end`` of the prompt."""
-    if end >= node.end:
-        return node.view
-    return node.view.slice(0, end - node.start)

@@ -184,6 +184,7 @@ def test_logits_that_are_not_numbers_are_an_error_and_not_a_token(start):
     assert isinstance(failed, Failed)
     assert "not numbers" in str(failed.error)
     assert client.tokens == []
+    assert engine.status().bank_tokens == 0, "what led there is not to be trusted"
 
 
 def test_stopping_ends_every_request(start):
