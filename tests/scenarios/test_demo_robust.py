@@ -103,7 +103,7 @@ def test_the_sdk_raises_its_own_exceptions(server):
         server.client.chat.completions.create(model=server.model, messages=[])
     assert bad.value.param == "messages"
     with pytest.raises(openai.NotFoundError) as missing:
-        server.client.chat.completions.create(model="gpt-99", messages=HELLO)
+        server.client.chat.completions.create(model="llama-99", messages=HELLO)
     assert missing.value.code == "model_not_found"
     assert server.model in str(missing.value)
 
