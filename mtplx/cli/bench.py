@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +18,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from mtplx.cli.loading import load_model, loading_progress
+from mtplx.cli.files import write_json
+from mtplx.cli.loading import load_with_progress
 from mtplx.cli.options import (
     Adapter,
     ConfigFile,
@@ -73,8 +73,7 @@ def prefill_bench(
 
     from mtplx.prefill_bench import conditions, run_ladder
 
-    with loading_progress() as progress:
-        loaded = load_model(settings, progress)
+    loaded = load_with_progress(settings)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -105,10 +104,7 @@ def prefill_bench(
             tail_grid=settings.tail_grid,
         )
         report["rows"] = [asdict(row) for row in rows]
-        try:
-            json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"Cannot write {json_file}: {error.strerror}.") from None
+        write_json(json_file, report)
 
 
 def parse_contexts(text: str) -> list[int]:

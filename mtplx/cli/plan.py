@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mtplx.cli.loading import load_model, loading_progress
+from mtplx.cli.loading import load_with_progress
 from mtplx.cli.options import (
     Adapter,
     ConfigFile,
@@ -71,8 +71,7 @@ def plan(
     from mtplx.session import SessionBank
     from mtplx.text.tokenizer import Tokenizer
 
-    with loading_progress() as progress:
-        loaded = load_model(settings, progress)
+    loaded = load_with_progress(settings)
     tokenizer = Tokenizer(loaded.tokenizer)
     bank = SessionBank(settings.max_kv_size)
     window = settings.prefill_window or loaded.prefill_window

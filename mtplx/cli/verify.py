@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mtplx.cli.loading import load_model, loading_progress
+from mtplx.cli.files import write_json
+from mtplx.cli.loading import load_with_progress
 from mtplx.cli.options import (
     Adapter,
     ConfigFile,
@@ -25,7 +25,6 @@ from mtplx.cli.options import (
     configure,
     console,
 )
-from mtplx.errors import ConfigError
 
 if TYPE_CHECKING:
     from mtplx.verify import Check
@@ -65,8 +64,7 @@ def verify(
     from mtplx.prefill_bench import conditions
     from mtplx.verify import verify as run
 
-    with loading_progress() as progress:
-        loaded = load_model(settings, progress)
+    loaded = load_with_progress(settings)
     with console.status("") as status:
         checks = run(
             loaded,
@@ -92,10 +90,7 @@ def verify(
     }
     _show(certificate, checks, Console())
     if json_file is not None:
-        try:
-            json_file.write_text(json.dumps(certificate, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"Cannot write {json_file}: {error.strerror}.") from None
+        write_json(json_file, certificate)
     if not certificate["passed"]:
         raise typer.Exit(1)
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from mtplx.engine.disk import DiskWork
 from mtplx.engine.running import EventSink
 from mtplx.errors import KVBudgetError
@@ -22,6 +20,7 @@ from mtplx.models import Model
 from mtplx.scheduler.scheduler import Scheduler
 from mtplx.session import SessionBank
 from mtplx.session.state import TokenRun
+from mtplx.session.tree import as_run, common_length
 from mtplx.types import GenerationRequest, StateKey
 
 WORTH_WAITING_TOKENS = 64
@@ -107,7 +106,7 @@ class Admission:
             request,
             on_event,
             replace(self._model.state_key, namespace=request.namespace),
-            np.asarray(request.prompt.token_ids, np.int32),
+            as_run(request.prompt.token_ids),
         )
         restorable = self._restorable(waiting)
         self._scheduler.add(
@@ -184,15 +183,9 @@ class Admission:
         for request_id, prefill in reading.items():
             if prefill.key != waiting.key or prefill.complete or prefill.scores:
                 continue
-            common = _common_tokens(prefill.prompt.token_ids, waiting.tokens)
+            common = common_length(as_run(prefill.prompt.token_ids), waiting.tokens)
             usable = prefill.plan.resumable(min(common, len(waiting.tokens) - 1))
             if usable - restorable >= WORTH_WAITING_TOKENS:
                 waiting.reader, waiting.needs = request_id, usable
                 return True
         return False
-
-
-def _common_tokens(left: Sequence[int], right: TokenRun) -> int:
-    n = min(len(left), len(right))
-    same = np.asarray(left[:n], np.int32) == right[:n]
-    return n if same.all() else int(same.argmin())

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
-
 from mtplx.config import Settings
 from mtplx.engine.admission import Admission, Waiting
 from mtplx.engine.chunking import chunking_problem
@@ -38,6 +36,7 @@ from mtplx.scheduler.scheduler import Scheduler
 from mtplx.scheduler.step import Outcome
 from mtplx.session import Match, SessionBank
 from mtplx.session.disk import DiskTier
+from mtplx.session.tree import as_run
 from mtplx.text.tokenizer import Tokenizer
 from mtplx.types import (
     Failed,
@@ -174,13 +173,12 @@ class EngineCore:
     def plan(self, prompt: Prompt, namespace: str) -> PrefillForecast:
         """Say what reading a prompt would take now. Changes nothing."""
         key = replace(self.model.state_key, namespace=namespace)
-        total = len(prompt.token_ids)
+        tokens = as_run(prompt.token_ids)
         match = Match(0, 0, "disabled")
         if self._bank is not None:
-            match = self._bank.match(key, prompt.token_ids)
+            match = self._bank.match(key, tokens)
         disk_tokens, disk_s = 0, 0.0
         if self._disk is not None:
-            tokens = np.asarray(prompt.token_ids, np.int32)
             disk_tokens, disk_s = self._disk.on_disk(key, tokens, match.length)
         restored = match.length + disk_tokens
         plan = plan_prefill(
@@ -192,15 +190,15 @@ class EngineCore:
             parts_at=match.shared_tokens if match.divergence else None,
         )
         return PrefillForecast(
-            prompt_tokens=total,
+            prompt_tokens=len(tokens),
             memory_tokens=match.length,
             disk_tokens=disk_tokens,
             miss_reason=match.miss_reason,
             spans=tuple((span.start, span.end) for span in plan.spans),
             edges=plan.edges,
             snapshots=tuple(sorted(plan.snapshots)),
-            kv_bytes=self.model.state_size.nbytes(total),
-            seconds=disk_s + self._compute_seconds(restored, total),
+            kv_bytes=self.model.state_size.nbytes(len(tokens)),
+            seconds=disk_s + self._compute_seconds(restored, len(tokens)),
             seconds_error=self.scheduler.costs.error,
         )
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mtplx.models import Model
@@ -29,6 +28,7 @@ from mtplx.models.host import (
 from mtplx.session import SessionBank
 from mtplx.session.disk import DiskTier, Fetched, FetchedPiece, Piece
 from mtplx.session.state import TokenRun
+from mtplx.session.tree import as_run
 from mtplx.types import StateKey
 
 logger = logging.getLogger(__name__)
@@ -103,11 +103,7 @@ class DiskWork:
             key, tokens: Of the prompt.
             in_memory: Tokens that the bank can restore.
         """
-        on_disk = self._tier.match(key, tokens)
-        if on_disk - in_memory < LEAST_TOKENS:
-            return False
-        reading_s = self._tier.restore_seconds(key, tokens, in_memory)
-        if reading_s >= self._compute_seconds(in_memory, on_disk):
+        if not self.on_disk(key, tokens, in_memory)[0]:
             return False
 
         def back(fetched: Fetched) -> None:
@@ -121,9 +117,9 @@ class DiskWork:
         """Return how many tokens more than ``in_memory`` the disk would give, and the
         seconds that reading them would take; zeros where they would be computed."""
         more = self._tier.match(key, tokens) - in_memory
-        seconds = self._tier.restore_seconds(key, tokens, in_memory)
         if more < LEAST_TOKENS:
             return 0, 0.0
+        seconds = self._tier.restore_seconds(key, tokens, in_memory)
         if seconds >= self._compute_seconds(in_memory, in_memory + more):
             return 0, 0.0
         return more, seconds
@@ -131,7 +127,7 @@ class DiskWork:
     def keep(self, key: StateKey, token_ids: Sequence[int]) -> None:
         """Write the state of a prompt, as far as the bank has it by then."""
         if len(token_ids) >= LEAST_TOKENS:
-            self._outgoing.append(_Outgoing(key, np.asarray(token_ids, np.int32)))
+            self._outgoing.append(_Outgoing(key, as_run(token_ids)))
 
     def step(self) -> tuple[list[str], list[str]]:
         """Copy one piece, those that a request waits for first.

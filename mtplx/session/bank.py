@@ -390,9 +390,7 @@ class SessionBank:
             )
         self.too_large += 1
 
-    # -- buffers ----------------------------------------------------------------
-
-    # The three that a ``Lease`` calls.
+    # -- for a lease ------------------------------------------------------------
 
     def run_in(self, buffer: Buffer, reserved_bytes: int) -> None:
         """See ``Lease.run_in``."""

@@ -112,7 +112,7 @@ class PrefixTree:
             if child is None:
                 break
             path.append(child)
-            common = _common_length(child.tokens, tokens[depth:])
+            common = common_length(child.tokens, tokens[depth:])
             depth += common
             if common < len(child.tokens):
                 break
@@ -172,7 +172,8 @@ def as_run(token_ids: TokenIds) -> TokenRun:
     return np.asarray(token_ids, dtype=np.int32)
 
 
-def _common_length(a: TokenRun, b: TokenRun) -> int:
+def common_length(a: TokenRun, b: TokenRun) -> int:
+    """Return for how many tokens two runs agree from their beginning."""
     n = min(len(a), len(b))
     different = a[:n] != b[:n]
     return int(different.argmax()) if different.any() else n

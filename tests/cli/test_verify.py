@@ -49,7 +49,7 @@ def test_the_certificate_of_a_folder(folder, tmp_path):
 
 def test_a_model_that_fails_ends_with_code_1(tmp_path, monkeypatch):
     broken = with_text("llama", WrongInLaterSpans)
-    monkeypatch.setattr("mtplx.cli.verify.load_model", lambda *arguments: broken)
+    monkeypatch.setattr("mtplx.cli.verify.load_with_progress", lambda *arguments: broken)
     report = tmp_path / "certificate.json"
     shown = run(*SHORT, "--json", report, code=1)
     assert "FAILED: chunked, " in shown

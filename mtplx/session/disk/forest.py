@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from mtplx.session.disk.format import ROWS, Entry, SegmentRow, root_id, segment_id
 from mtplx.session.state import TokenRun
-from mtplx.session.tree import as_run
+from mtplx.session.tree import as_run, common_length
 from mtplx.types import StateKey
 
 PROTECTED_SHARE = 0.8
@@ -133,7 +133,7 @@ class Forest:
             child = segment.children.get((depth, int(tokens[depth])))
             if child is None or not (queued or child.on_disk):
                 break
-            depth += _common_length(child.tokens, tokens[depth:])
+            depth += common_length(child.tokens, tokens[depth:])
             trail.append((child, depth))
             segment = child
         return trail, depth
@@ -288,9 +288,3 @@ def _continues(parent: Segment, row: SegmentRow) -> bool:
         and (row.start, int(row.tokens[0])) not in parent.children
         and segment_id(parent.id, row.start, row.tokens) == row.id
     )
-
-
-def _common_length(a: TokenRun, b: TokenRun) -> int:
-    n = min(len(a), len(b))
-    different = a[:n] != b[:n]
-    return int(different.argmax()) if different.any() else n
