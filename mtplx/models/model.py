@@ -56,6 +56,7 @@ class Model:
         device: ``cpu`` or ``gpu``.
         dtype: Of the floating point parameters, for humans.
         backend: Library behind the matrix products, for humans.
+        traces: Forwards of streams are traced and replayed where that is exact.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Model:
         device: Device = "cpu",
         dtype: str = "float32",
         backend: str = "",
+        traces: bool = False,
     ) -> None:
         self.network = network
         self.config = config
@@ -76,6 +78,7 @@ class Model:
         self.device = device
         self.dtype = dtype
         self.backend = backend
+        self.traces = traces
         self.created = int(time.time())
         self._hooks = Hooks(network)
 
@@ -109,6 +112,7 @@ class Model:
             device=chosen,
             dtype=loaded.dtype,
             backend=compute_description(chosen),
+            traces=True,
         )
 
     # -- what it is -------------------------------------------------------------
