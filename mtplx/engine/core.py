@@ -139,6 +139,11 @@ class EngineCore:
         return not (self._running or waiting or copying or late)
 
     @property
+    def overlapped_steps(self) -> int:
+        """Decodes that began before the tokens of the last one were read."""
+        return self._stepper.overlapped_steps
+
+    @property
     def unused(self) -> bool:
         """Nobody waits for it or runs in it."""
         return not self._running and not len(self.admission) and self.idle

@@ -25,6 +25,7 @@ import mlx.core as mx
 from mtplx.engine.running import RunningRequest
 from mtplx.engine.sampling import Draw, draw_tokens
 from mtplx.models.batch import BatchDecoder, Forward, SharedSpan
+from mtplx.models.cache import PromptCache
 from mtplx.scheduler.itl import ItlRecorder
 from mtplx.scheduler.scheduler import Scheduler
 from mtplx.scheduler.step import Outcome, PrefillSpan, Stall, Step, StepResult
@@ -37,12 +38,12 @@ class _Drawn:
     """Tokens that were drawn and not read yet.
 
     Attributes:
-        request_ids: Whose they are.
+        streams: Whose they are.
         tokens: ``[n]`` int32.
         forward: What they were drawn from; None for those of a prompt.
     """
 
-    request_ids: list[str]
+    streams: list[RunningRequest]
     tokens: mx.array
     forward: Forward | None
 
@@ -59,6 +60,7 @@ class Stepper:
 
     Attributes:
         gap_target_s: Longest gap that is aimed at; None without a target.
+        overlapped_steps: Decodes that began before the tokens of the last were read.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Stepper:
         self._unread: _Drawn | None = None
         self._read_s = 0.0
         self.gap_target_s: float | None = None
+        self.overlapped_steps = 0
 
     @property
     def tokens_ahead(self) -> int:
@@ -97,9 +100,10 @@ class Stepper:
         span_s: dict[str, float] = {}
         seconds: list[float | None] = []
         if self._unread is not None:
-            known = step.decoding and {*step.decoding} <= {*self._unread.request_ids}
-            if not known:  # Those of the last step have left.
-                self.read_ahead(over)
+            known = {id(stream) for stream in self._unread.streams}
+            streams = [id(self._running[request_id]) for request_id in step.decoding]
+            if not streams or not known.issuperset(streams):
+                self.read_ahead(over)  # Those of the last step have left.
         begin_s = time.perf_counter()
         decode_s, under_way = None, False
         if step.decoding:
@@ -158,7 +162,8 @@ class Stepper:
         failed: set[str] = set()
         finished: set[str] = set()
         self._read(drawn, failed)
-        self._finish(drawn.request_ids, finished, over, Stall())
+        request_ids = [stream.request.request_id for stream in drawn.streams]
+        self._finish(request_ids, finished, over, Stall())
         for request_id in finished:
             self._scheduler.end(request_id, Outcome.FINISHED)
         for request_id in failed:
@@ -190,10 +195,11 @@ class Stepper:
             span = SharedSpan(prefill.cache, tokens, shared.is_tail)
         begin_s = time.perf_counter()
         caches = [stream.prefill.cache for stream in streams]
-        forward = self._decoder.begin(caches, self._next_tokens(request_ids), span)
+        forward = self._decoder.begin(caches, self._next_tokens(streams), span)
         if self._overlaps:
             mx.async_eval(forward.logits, forward.state)
         if self._unread is not None:
+            self.overlapped_steps += 1
             self.read_ahead(over)
             for request_id, cache in zip(request_ids, caches, strict=True):
                 if request_id not in self._running:
@@ -223,15 +229,16 @@ class Stepper:
                 self._fail(shared.request_id, error, failed)
         return drawn, forward
 
-    def _next_tokens(self, request_ids: Sequence[str]) -> list[int] | mx.array:
+    def _next_tokens(self, streams: Sequence[RunningRequest]) -> list[int] | mx.array:
         """Return what each stream reads next, uncomputed where it is not read yet."""
         drawn = self._unread
         if drawn is None:
-            return [self._running[request_id].last_token for request_id in request_ids]
-        if [*request_ids] == drawn.request_ids:
+            return [stream.last_token for stream in streams]
+        places = {id(stream): place for place, stream in enumerate(drawn.streams)}
+        wanted = [places[id(stream)] for stream in streams]
+        if wanted == [*range(len(drawn.streams))]:
             return drawn.tokens
-        places = {request_id: place for place, request_id in enumerate(drawn.request_ids)}
-        return drawn.tokens[mx.array([places[request_id] for request_id in request_ids])]
+        return drawn.tokens[mx.array(wanted)]
 
     def _draw(
         self,
@@ -242,7 +249,8 @@ class Stepper:
     ) -> _Drawn:
         """Draw a token for each request from its row of the logits ``[n, vocab]``."""
         draws: list[Draw] = []
-        drawn: list[tuple[str, int]] = []
+        streams: list[RunningRequest] = []
+        wanted: list[int] = []
         for request_id, row in rows:
             running = self._running[request_id]
             if running.only_reads:
@@ -252,27 +260,26 @@ class Stepper:
             except Exception as error:
                 self._fail(request_id, error, failed)
             else:
-                drawn.append((request_id, row))
-        request_ids = [request_id for request_id, _ in drawn]
-        if not drawn:
+                streams.append(running)
+                wanted.append(row)
+        if not streams:
             return _Drawn([], mx.zeros((0,), mx.int32), forward)
-        wanted = [row for _, row in drawn]
         if wanted != [*range(len(logits))]:
             logits = logits[mx.array(wanted)]
         tokens = draw_tokens(logits, draws)
-        for index, request_id in enumerate(request_ids):
-            running = self._running[request_id]
+        for index, running in enumerate(streams):
             if running.request.logprobs is not None:
                 mine = slice(index, index + 1)
                 tokens = running.scored(logits[mine], tokens[mine], tokens)
         if self._overlaps:
             mx.async_eval(tokens)
-        return _Drawn(request_ids, tokens, forward)
+        return _Drawn(streams, tokens, forward)
 
     def _read(self, drawn: _Drawn, failed: set[str]) -> None:
         """Wait for drawn tokens and send them one by one."""
         forward = drawn.forward
         lost: Exception | None = None
+        touched: list[PromptCache] = []
         tokens: list[int] = []
         try:
             mx.eval(drawn.tokens, [] if forward is None else forward.state)
@@ -285,16 +292,15 @@ class Stepper:
         self._read_s = time.perf_counter()
         if lost is not None:
             for request_id, running in [*self._running.items()]:
-                if request_id in drawn.request_ids or (
-                    forward is not None and running.prefill.cache in touched
-                ):
+                if running in drawn.streams or running.prefill.cache in touched:
                     self._fail(request_id, lost, failed)
             return
-        for request_id, token in zip(drawn.request_ids, tokens, strict=True):
-            if request_id not in self._running:
+        for running, token in zip(drawn.streams, tokens, strict=True):
+            request_id = running.request.request_id
+            if self._running.get(request_id) is not running:
                 continue
             try:
-                gap_s = self._running[request_id].accept(token, self.gap_target_s)
+                gap_s = running.accept(token, self.gap_target_s)
             except Exception as error:
                 self._fail(request_id, error, failed)
             else:

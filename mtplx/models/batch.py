@@ -96,6 +96,7 @@ class Forward:
     caches: Sequence[PromptCache] = ()
     span: SharedSpan | None = None
     groups: Sequence[RowGroup] = ()
+    dropped: bool = False
     is_complete: bool = False
 
     @property
@@ -113,6 +114,7 @@ class Forward:
         """Leave a stream as it was before: it had ended when this was begun. Only for
         one that lies in a group."""
         self.caches = [each for each in self.caches if each is not cache]
+        self.dropped = True
 
     def complete(self) -> None:
         """Let the caches stand behind their new tokens, now that these are evaluated."""
@@ -120,7 +122,7 @@ class Forward:
             return
         self.is_complete = True
         for group in self.groups:
-            group.done()
+            group.done(keep_before=self.dropped)
         for cache in self.caches:
             cache.offset += 1
             cache.logits = cache.pending = None
@@ -531,13 +533,21 @@ class BatchDecoder:
             price,
         )
 
-    def _try(self, trial: _Trial, *, together: bool) -> str | None:
-        """Return why this way is no good; None if it is exact, now and a token later."""
-        caches = trial.caches()
+    def _try(
+        self, trial: _Trial, *, together: bool, count: int = _TRIAL_ROWS
+    ) -> str | None:
+        """Return why this way is no good; None if it is exact, now and a token later.
+
+        Args:
+            trial: What is read.
+            together: The streams lie in one group.
+            count: How many.
+        """
+        caches = trial.caches()[:count]
         holds, self.holds = self.holds, lambda nbytes: together
         try:
             for step in range(2):
-                forward = self._build(caches, trial.tokens(step), None)
+                forward = self._build(caches, trial.tokens(step)[:count], None)
                 mx.eval(forward.logits, forward.state)
                 forward.complete()
                 # Short by one in the second step, which saves a forward.
@@ -558,8 +568,8 @@ class BatchDecoder:
         """Return whether replayed forwards are exact; kernels are compiled on the way."""
         self.traces = True
         trial = _Trial(self._model, shrink_rings=False)
-        for together in (False, True):
-            reason = self._try(trial, together=together)
+        for count, together in ((1, False), (_TRIAL_ROWS, False), (_TRIAL_ROWS, True)):
+            reason = self._try(trial, together=together, count=count)
             if reason is not None:
                 logger.warning(
                     "Forwards of %s are built anew in every step, which costs the host "

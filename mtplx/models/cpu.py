@@ -64,8 +64,7 @@ def attend(
         and sinks is None
         and not hasattr(cache, "bits")
         and queries.dtype == mx.float32
-        and math.prod(queries.shape[:3]) * keys.shape[2] >= _MIN_SCORES
-        and _is_plain(mask, queries)
+        and _is_worth_it(queries, keys, mask)
     )
     if not fast:
         return base.scaled_dot_product_attention(
@@ -76,16 +75,21 @@ def attend(
     return _blockwise(queries * scale, keys, values, causal=mask is not None)
 
 
-def _is_plain(mask: Any, queries: mx.array) -> bool:
-    """Say whether a mask is of a kind that is computed here."""
-    if mask is None or isinstance(mask, str):
-        return queries.shape[0] == 1 and mask in (None, "causal")
-    return queries.shape[2] == 1 and mask.dtype == mx.bool_ and mask.ndim == 4
+def _is_worth_it(queries: mx.array, keys: mx.array, mask: Any) -> bool:
+    """Say whether a mask is of a kind that is computed here, and that saves time.
+
+    Streams in a group, which have a mask of their own, are computed here whatever their
+    number and length: forwards of theirs are traced, and these choices would be kernels
+    that are compiled in the middle of a stream.
+    """
+    if isinstance(mask, mx.array):
+        return queries.shape[2] == 1 and mask.dtype == mx.bool_ and mask.ndim == 4
+    scores = queries.shape[1] * queries.shape[2] * keys.shape[2]
+    plain = queries.shape[0] == 1 and mask in (None, "causal")
+    return plain and scores >= _MIN_SCORES
 
 
-def _one_token(
-    queries: mx.array, keys: mx.array, values: mx.array, mask: Any
-) -> mx.array:
+def _one_token(queries: mx.array, keys: mx.array, values: mx.array, mask: Any) -> mx.array:
     """Attend with one token for each row, which sees all that ``mask`` (if an array,
     ``[rows, 1, 1, length]``) lets it see."""
     rows, heads, _, dim = queries.shape

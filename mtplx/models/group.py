@@ -304,7 +304,8 @@ class GroupLayout:
     def after(self, stand_ins: Sequence[Any]) -> list[Arrays]:
         """Return what a forward left in its caches."""
         return [
-            leaf.after(each) for leaf, each in zip(self.leaves, flat(stand_ins), strict=True)
+            leaf.after(each)
+            for leaf, each in zip(self.leaves, flat(stand_ins), strict=True)
         ]
 
 
@@ -554,8 +555,13 @@ class RowGroup:
             for offset, member in zip(self.offsets, self.members, strict=True)
         ]
 
-    def done(self) -> None:
-        """A forward is complete: nobody is put back to before it any more."""
+    def done(self, *, keep_before: bool) -> None:
+        """A forward is complete.
+
+        Args:
+            keep_before: Somebody will leave as of before it; else nobody is put back any
+                more.
+        """
         self._under_way -= 1
-        if not self._under_way:
+        if not self._under_way and not keep_before:
             self._before = []

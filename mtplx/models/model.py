@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -39,6 +40,9 @@ logger = logging.getLogger(__name__)
 PREFILL_WINDOW_TOKENS = {"cpu": 512, "gpu": 2048}
 """Longest span by device: long enough to keep the device busy, short enough that what
 waits for the end of a span does not wait for seconds on end."""
+
+TRACED_CPU_BYTES = 64 * 1024**2
+"""Most bytes of weights of a model whose forwards are traced on the CPU backend."""
 
 UNSTATED_CONTEXT = 1 << 20
 """Context of a model whose configuration names none, as recurrent ones do."""
@@ -112,7 +116,7 @@ class Model:
             device=chosen,
             dtype=loaded.dtype,
             backend=compute_description(chosen),
-            traces=True,
+            traces=_is_worth_tracing(loaded.network, chosen),
         )
 
     # -- what it is -------------------------------------------------------------
@@ -240,6 +244,16 @@ class Model:
             return self.network(mx.array([token_ids]), cache=cache.layers)
         with self._hooks.attention(attend), self._hooks.swiglu(swiglu):
             return self.network(mx.array([token_ids]), cache=cache.layers)
+
+
+def _is_worth_tracing(network: nn.Module, device: Device) -> bool:
+    """Say whether the host's work is much of a step, so that tracing pays.
+
+    On the CPU the host computes the products too. Beside those of a larger model what
+    tracing saves is little, and a C++ compiler has to run for some seconds first.
+    """
+    nbytes = sum(array.nbytes for _, array in tree_flatten(network.parameters()))
+    return device != "cpu" or nbytes <= TRACED_CPU_BYTES
 
 
 def _context_length(config: dict[str, Any]) -> int:

@@ -73,9 +73,7 @@ class PartCaches:
         offsets: ``[rows]`` int32, the position of each row: for the rotary embedding.
     """
 
-    def __init__(
-        self, caches: list[Any], parts: Sequence[Part], offsets: mx.array
-    ) -> None:
+    def __init__(self, caches: list[Any], parts: Sequence[Part], offsets: mx.array) -> None:
         self.caches = caches
         self.parts = parts
         self.offset = offsets
@@ -90,9 +88,7 @@ class PartCaches:
         ]
         return None if all(mask is None for mask in masks) else PerPart(masks, self)
 
-    def update_and_fetch(
-        self, keys: mx.array, values: mx.array
-    ) -> tuple[PerPart, PerPart]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PerPart, PerPart]:
         """Write each part's rows, ``[rows, heads, 1, dim]``, into its own cache."""
         parted = zip(self.caches, self.part(keys), self.part(values), strict=True)
         fetched = [cache.update_and_fetch(key, value) for cache, key, value in parted]
