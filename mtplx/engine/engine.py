@@ -222,6 +222,7 @@ class Engine:
             iterations=self._models.iterations,
             batch_mode=first.decoder.mode,
             batch_fallback_reason=first.decoder.fallback_reason,
+            overlapped_steps=sum(core.overlapped_steps for core in cores),
             chunked_prefill=first.chunking_problem is None,
             chunked_prefill_reason=first.chunking_problem,
             itl=first.gaps.summary(),
