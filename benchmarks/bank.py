@@ -2,9 +2,9 @@
 
     python benchmarks/bank.py
 
-Builds banks of about 100, 1,000 and 10,000 entries of 20 tokens, from conversations that share
-system prompts, go on for several turns and part where an answer was asked for again; every
-second one is of a model whose state cannot be cut, and has snapshots. Tokens and bytes are
+Builds banks of about 100, 1,000 and 10,000 entries of 20 tokens, from conversations that
+share system prompts, go on for several turns and part where an answer was asked for
+again; every second one is of a model whose state cannot be cut, and has snapshots. Tokens and bytes are
 both at their limit. The state weighs something and is nothing: no model is needed.
 
 Prints for each operation the median, the 99th percentile and the worst in milliseconds,
