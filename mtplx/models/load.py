@@ -126,7 +126,7 @@ def find_model(name: str, progress: Progress | None = None) -> tuple[str, Path]:
         return demo.NAME, demo.fetch_demo(progress)
     path = Path(name).expanduser()
     if name and path.is_dir():
-        return path.resolve().name, path
+        return _folder_name(path.resolve()), path
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ModelLoadError(f"{path} is a file. Name its folder, or a .gguf file.")
@@ -148,6 +148,14 @@ def find_model(name: str, progress: Progress | None = None) -> tuple[str, Path]:
             f"({_first_line(error)}). Check the spelling; if access is restricted, log in "
             "with `hf auth login`; offline, name a model folder, or try `demo`."
         ) from error
+
+
+def _folder_name(folder: Path) -> str:
+    """Return the hub id of a folder in the hub's cache, else the folder's own name."""
+    kind, *owner_and_name = folder.parent.parent.name.split("--")
+    if folder.parent.name == "snapshots" and kind == "models" and owner_and_name:
+        return "/".join(owner_and_name)
+    return folder.name
 
 
 def _read_network(path: Path) -> tuple[nn.Module, dict[str, Any]]:
