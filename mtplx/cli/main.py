@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from mtplx import __version__
-from mtplx.cli import bench, cache, doctor, models, plan, serve, simulate, verify
+from mtplx.cli import bench, cache, connect, doctor, models, plan, serve, simulate, verify
 from mtplx.errors import MtplxError
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.command("prefill-bench")(bench.prefill_bench)
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
 app.command("doctor")(doctor.doctor)
+app.command("connect")(connect.connect)
 app.command("simulate")(simulate.simulate)
 bench_app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 bench_app.command("prefill-ladder", help="The same as `mtplx prefill-bench`.")(
