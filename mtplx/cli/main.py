@@ -13,7 +13,18 @@ from typing import Annotated
 import typer
 
 from mtplx import __version__
-from mtplx.cli import bench, cache, connect, doctor, models, plan, serve, simulate, verify
+from mtplx.cli import (
+    bench,
+    cache,
+    chat,
+    connect,
+    doctor,
+    models,
+    plan,
+    serve,
+    simulate,
+    verify,
+)
 from mtplx.errors import MtplxError
 
 app = typer.Typer(
@@ -26,6 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("serve")(serve.serve)
+app.command("chat")(chat.chat)
 app.command("prefill-bench")(bench.prefill_bench)
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)

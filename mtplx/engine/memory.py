@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -26,6 +27,40 @@ LEAST_BYTES = 64 * 1024**2
 """Below this no budget makes sense; less is left where a model hardly fits at all."""
 
 _TRIAL_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class MemoryShares:
+    """Who has which part of the memory.
+
+    Attributes:
+        total_bytes: What the device may use.
+        weight_bytes: Of the models that are loaded.
+        kv_bytes: Most that KV state may take.
+        kv_tokens: What fits there of the first model; None where its state does not grow.
+    """
+
+    total_bytes: int
+    weight_bytes: int
+    kv_bytes: int
+    kv_tokens: int | None
+
+
+def memory_shares(model: Model, held_bytes: int, kv_bytes: int) -> MemoryShares:
+    """Return the shares of this moment; any thread, once ``model.state_size`` is known.
+
+    Args:
+        model: The first one.
+        held_bytes: KV state that is held.
+        kv_bytes: Most that may be held.
+    """
+    row_bytes = model.state_size.row_bytes
+    return MemoryShares(
+        total_bytes=memory_bytes(model.device),
+        weight_bytes=max(mx.get_active_memory() - held_bytes, 0),
+        kv_bytes=kv_bytes,
+        kv_tokens=kv_bytes // row_bytes if row_bytes else None,
+    )
 
 
 def warm_up(model: Model, window: int) -> tuple[int, float]:
