@@ -6,6 +6,7 @@ Needs Pillow, which only this module uses: ``pip install mtplx[plot]``.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +21,20 @@ _SIZE, _PANEL = (1600, 640), 700
 _LEFT, _TOP, _HEIGHT = 90, 90, 430
 _INK, _PALE, _RULE = "#222222", "#666666", "#dddddd"
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2")
-_MARKS = {"cold": "cold", "memory": "warm, memory", "disk": "warm, disk"}
+_STYLES = {"cold": ("cold", 1), "memory": ("warm, memory", 8), "disk": ("warm, disk", 24)}
+"""For each mode its name, and in how many pieces its lines are broken."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points in the order of their length, and what they are of."""
+    """Points in the order of their length, and what they are of; lines between them are
+    drawn in so many pieces."""
 
     label: str
     colour: str
-    dashed: bool
+    pieces: int
     points: list[Point]
 
 
@@ -68,7 +71,7 @@ def draw_chart(path: Path, subjects: Sequence[dict[str, Any]], title: str) -> No
 def rate_lines(subjects: Sequence[dict[str, Any]]) -> list[Line]:
     """Return the rate of cold prompts over their length, a line for each subject."""
     return [
-        Line(subject["name"], colour, False, _points(subject, "cold", "prefill_tok_s"))
+        Line(subject["name"], colour, 1, _points(subject, "cold", "prefill_tok_s"))
         for subject, colour in zip(subjects, _repeated(len(subjects)), strict=True)
     ]
 
@@ -76,9 +79,9 @@ def rate_lines(subjects: Sequence[dict[str, Any]]) -> list[Line]:
 def ttft_lines(subjects: Sequence[dict[str, Any]]) -> list[Line]:
     """Return TTFT over length: cold, and dashed what was known before."""
     return [
-        Line(f"{subject['name']}: {name}", colour, mode != "cold", points)
+        Line(f"{subject['name']}: {name}", colour, pieces, points)
         for subject, colour in zip(subjects, _repeated(len(subjects)), strict=True)
-        for mode, name in _MARKS.items()
+        for mode, (name, pieces) in _STYLES.items()
         if (points := _points(subject, mode, "ttft_s"))
     ]
 
@@ -98,8 +101,8 @@ def _repeated(count: int) -> list[str]:
 def _panel(draw: ImageDraw, left: int, title: str, lines: Sequence[Line]) -> None:
     width = _PANEL - _LEFT
     bottom = _TOP + _HEIGHT
-    most_x = max((x for line in lines for x, _ in line.points), default=1)
-    most_y = 1.1 * max((y for line in lines for _, y in line.points), default=1)
+    most_x = _round_up(max((x for line in lines for x, _ in line.points), default=1))
+    most_y = _round_up(max((y for line in lines for _, y in line.points), default=1))
 
     def at(point: Point) -> Point:
         return (
@@ -126,9 +129,8 @@ def _panel(draw: ImageDraw, left: int, title: str, lines: Sequence[Line]) -> Non
 
 
 def _stroke(draw: ImageDraw, begin: Point, end: Point, line: Line) -> None:
-    pieces = 12 if line.dashed else 1
-    for piece in range(0, pieces, 2):
-        from_, to = piece / pieces, (piece + 1) / pieces
+    for piece in range(0, line.pieces, 2):
+        from_, to = piece / line.pieces, (piece + 1) / line.pieces
         draw.line(
             (
                 begin[0] + from_ * (end[0] - begin[0]),
@@ -141,5 +143,11 @@ def _stroke(draw: ImageDraw, begin: Point, end: Point, line: Line) -> None:
         )
 
 
+def _round_up(value: float) -> float:
+    """Return the next number that five ticks divide well."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(step * power for step in (1, 1.5, 2, 2.5, 5, 10) if step * power >= value)
+
+
 def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
