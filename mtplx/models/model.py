@@ -33,6 +33,7 @@ from mtplx.models.cpu import Hooks, attend, swiglu
 from mtplx.models.fingerprint import fingerprint
 from mtplx.models.load import load_network
 from mtplx.models.precision import Precision
+from mtplx.models.survey import context_length
 from mtplx.types import ModelInfo, Progress, StateKey
 
 logger = logging.getLogger(__name__)
@@ -43,9 +44,6 @@ waits for the end of a span does not wait for seconds on end."""
 
 TRACED_CPU_BYTES = 64 * 1024**2
 """Most bytes of weights of a model whose forwards are traced on the CPU backend."""
-
-UNSTATED_CONTEXT = 1 << 20
-"""Context of a model whose configuration names none, as recurrent ones do."""
 
 
 class Model:
@@ -129,7 +127,7 @@ class Model:
     @cached_property
     def context_length(self) -> int:
         """Most tokens of prompt and answer together."""
-        return _context_length(self.config)
+        return context_length(self.config)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -254,13 +252,3 @@ def _is_worth_tracing(network: nn.Module, device: Device) -> bool:
     """
     nbytes = sum(array.nbytes for _, array in tree_flatten(network.parameters()))
     return device != "cpu" or nbytes <= TRACED_CPU_BYTES
-
-
-def _context_length(config: dict[str, Any]) -> int:
-    nested = config.get("text_config")
-    for section in (config, nested if isinstance(nested, dict) else {}):
-        for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
-            value = section.get(name)
-            if isinstance(value, int) and value > 0:
-                return value
-    return UNSTATED_CONTEXT
