@@ -7,6 +7,7 @@ decided in ``models.py``. Other threads only put commands in and read counters.
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import threading
@@ -331,6 +332,7 @@ class Engine:
                 command.answer.set_exception(gone)
         if self._tier is not None:
             self._tier.close()
+        gc.unfreeze()
         # MLX runs this thread's work on a thread of its own, which must not outlive it:
         # it would abort the process at its exit.
         mx.clear_streams()
