@@ -508,6 +508,11 @@ class SessionBank:
             if index <= shared
         }
 
+    @property
+    def trees(self) -> Mapping[StateKey, PrefixTree]:
+        """What is held, to look at. Good until anything else is done with the bank."""
+        return self._trees
+
     def _nodes(self) -> Iterator[Node]:
         for tree in self._trees.values():
             yield from tree
