@@ -137,9 +137,10 @@ function drawMemory(engine) {
   byId("memory-sum").textContent =
     limit === null ? `${bytes(held)}, no limit` : `${bytes(held)} of ${bytes(limit)}`;
   const disk = engine.disk ? ` · ${bytes(engine.disk.bytes)} on disk` : "";
+  const gone = engine.bank_evictions ? ` · ${plural(engine.bank_evictions, "run")} gave way so far` : "";
   byId("memory-words").textContent =
     `${bytes(used)} in use by ${plural(engine.running, "request")} · ` +
-    `${bytes(held - used)} kept for later · ${plural(engine.bank_evictions, "run")} gave way so far${disk}`;
+    `${bytes(held - used)} kept for later${gone}${disk}`;
 }
 
 function drawBank() {

@@ -62,7 +62,7 @@ async function connect() {
   const { model } = health;
   byId("served").textContent =
     `${model.name} · ${model.dtype} on the ${model.device.toUpperCase()} · ` +
-    `${count(model.context_length)} tokens of context`;
+    `context ${count(model.context_length)}`;
   byId("key-form").hidden = true;
   byId("key-said").textContent = "";
   byId("key-open").hidden = !hasKey();

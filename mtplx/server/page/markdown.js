@@ -1,8 +1,8 @@
 // An answer's markdown as elements, and nothing else of it: what the model wrote is
-// strange text, so all but a list of harmless elements is dropped. Pictures are dropped
-// too, since they would be asked of other hosts.
+// strange text. Its HTML is shown as it stands, pictures are links, since they would be
+// asked of other hosts, and all but a list of harmless elements is dropped besides.
 
-import { marked } from "./vendor/marked.esm.js";
+import { Marked } from "./vendor/marked.esm.js";
 import "./vendor/purify.min.js";
 import { make } from "./dom.js";
 
@@ -17,6 +17,18 @@ const ALLOWED = {
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
   RETURN_DOM_FRAGMENT: true,
 };
+
+const escape = (text) =>
+  text.replace(/[&<>"']/g, (letter) => `&#${letter.charCodeAt(0)};`);
+
+const marked = new Marked({
+  gfm: true,
+  breaks: true,
+  renderer: {
+    html: ({ text, block }) => (block ? `<p>${escape(text)}</p>` : escape(text)),
+    image: ({ href, text }) => `<a href="${escape(href)}">${escape(text || href)}</a>`,
+  },
+});
 
 // Longer answers are shown as they are: reading them as markdown would hold up the page.
 const MOST_CHARACTERS = 200_000;
@@ -46,7 +58,7 @@ function fragmentOf(text) {
   let fragment;
   try {
     if (text.length > MOST_CHARACTERS) throw new RangeError("too long");
-    fragment = purify.sanitize(marked.parse(text, { gfm: true, breaks: true }), ALLOWED);
+    fragment = purify.sanitize(marked.parse(text), ALLOWED);
   } catch {
     // Too long, or nested deeper than the reader's stack.
     fragment = document.createDocumentFragment();
