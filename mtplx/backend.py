@@ -36,11 +36,18 @@ class BlasInfo:
 
     Attributes:
         description: For humans, ``OpenBLAS (/usr/lib/.../libopenblas.so.0)`` say.
-        warning: What it costs that OpenBLAS is not used and what to do, else None.
+        problem: Why OpenBLAS is not used and what that costs, else None.
+        fix: What to do about it.
     """
 
     description: str
-    warning: str | None = None
+    problem: str | None = None
+    fix: str | None = None
+
+    @property
+    def warning(self) -> str | None:
+        """Problem and fix in one, or None."""
+        return self.problem and f"{self.problem} {self.fix}"
 
 
 def prepare_blas(
@@ -68,7 +75,7 @@ def prepare_blas(
     if mlx_loaded:
         return BlasInfo(
             "MLX's own BLAS",
-            f"mlx was imported before mtplx, too early for OpenBLAS: {_PRICE}. "
+            f"mlx was imported before mtplx, too early for OpenBLAS: {_PRICE}.",
             "Import mtplx first.",
         )
     reasons = []
@@ -81,7 +88,7 @@ def prepare_blas(
             return BlasInfo(f"OpenBLAS ({find() or candidate})")
     return BlasInfo(
         "MLX's own BLAS",
-        f"OpenBLAS was not found ({'; '.join(reasons)}): {_PRICE}. "
+        f"OpenBLAS was not found ({'; '.join(reasons)}): {_PRICE}.",
         "Run `pip install cmeel-openblas`, or install your system's OpenBLAS package.",
     )
 

@@ -158,6 +158,33 @@ class Settings(BaseModel):
         "info", description="Log level: debug, info, warning or error."
     )
 
+    def further_models(self) -> dict[str, FurtherModel]:
+        """Return what ``also`` asks for, by name.
+
+        Raises:
+            ConfigError: It is not as it should be.
+        """
+        found: dict[str, FurtherModel] = {}
+        for entry in filter(None, (entry.strip() for entry in self.also.split(","))):
+            name, _, source = (word.strip() for word in entry.partition("="))
+            model, plus, adapter = (word.strip() for word in source.partition("+"))
+            if not name or not model or (plus and not adapter):
+                raise ConfigError(
+                    f"`also` has {entry!r}; write NAME=MODEL or NAME=MODEL+ADAPTER."
+                )
+            if name in found:
+                raise ConfigError(f"`also` has two models called {name!r}; rename one.")
+            found[name] = FurtherModel(model, adapter or None)
+        return found
+
+
+@dataclass(frozen=True)
+class FurtherModel:
+    """A model of ``also``, and the folder of its adapter."""
+
+    model: str
+    adapter: str | None
+
 
 @dataclass(frozen=True)
 class Configuration:

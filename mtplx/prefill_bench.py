@@ -108,7 +108,7 @@ def conditions(model: Model, **settings: Any) -> dict[str, Any]:
     return {
         "machine": {
             "system": platform.platform(),
-            "processor": _processor(),
+            "processor": processor_name(),
             "device": model.device,
             "backend": model.backend,
         },
@@ -192,7 +192,8 @@ def _median(rows: Sequence[LadderRow]) -> LadderRow:
     )
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Return what the CPU is called."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

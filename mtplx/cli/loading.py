@@ -76,17 +76,10 @@ def other_models(settings: Settings) -> dict[str, Settings]:
     Raises:
         ConfigError: `also` is not as it should be, or leaves no place for its models.
     """
-    others: dict[str, Settings] = {}
-    for entry in filter(None, (entry.strip() for entry in settings.also.split(","))):
-        name, _, source = (word.strip() for word in entry.partition("="))
-        model, plus, adapter = (word.strip() for word in source.partition("+"))
-        if not name or not model or (plus and not adapter):
-            raise ConfigError(
-                f"`also` has {entry!r}; write NAME=MODEL or NAME=MODEL+ADAPTER."
-            )
-        if name in others:
-            raise ConfigError(f"`also` has two models called {name!r}; rename one.")
-        others[name] = _for_model(settings, model, adapter or None)
+    others = {
+        name: _for_model(settings, source.model, source.adapter)
+        for name, source in settings.further_models().items()
+    }
     if settings.cached_models:
         from mtplx.models.cached import cached_models
 

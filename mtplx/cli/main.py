@@ -13,7 +13,18 @@ from typing import Annotated
 import typer
 
 from mtplx import __version__
-from mtplx.cli import bench, cache, plan, serve, simulate, verify
+from mtplx.cli import (
+    bench,
+    cache,
+    chat,
+    connect,
+    doctor,
+    models,
+    plan,
+    serve,
+    simulate,
+    verify,
+)
 from mtplx.errors import MtplxError
 
 app = typer.Typer(
@@ -26,9 +37,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("serve")(serve.serve)
+app.command("chat")(chat.chat)
 app.command("prefill-bench")(bench.prefill_bench)
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
+app.command("doctor")(doctor.doctor)
+app.command("connect")(connect.connect)
 app.command("simulate")(simulate.simulate)
 bench_app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 bench_app.command("prefill-ladder", help="The same as `mtplx prefill-bench`.")(
@@ -36,6 +50,7 @@ bench_app.command("prefill-ladder", help="The same as `mtplx prefill-bench`.")(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(cache.app, name="cache")
+app.add_typer(models.app, name="models")
 
 
 def _version(wanted: bool) -> None:
@@ -65,3 +80,7 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,8 @@ from rich.logging import RichHandler
 
 from mtplx.config import Configuration, Settings, read_configuration
 
+_CHATTY = ("asyncio", "filelock", "httpcore2", "httpx2", "huggingface_hub")
+
 console = Console(stderr=True)
 """Everything that is not a command's result goes here."""
 
@@ -65,6 +67,14 @@ def configure(config: Path | None, **flags: Any) -> Configuration:
         force=True,
     )
     # Other people's libraries: their warnings matter, their chatter does not.
-    for name in ("httpx", "httpcore", "filelock", "huggingface_hub", "asyncio"):
+    for name in (
+        "httpx",
+        "httpx2",
+        "httpcore",
+        "httpcore2",
+        "filelock",
+        "huggingface_hub",
+        "asyncio",
+    ):
         logging.getLogger(name).setLevel(logging.WARNING)
     return configuration

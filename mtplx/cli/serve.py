@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+from mtplx.cli.banner import show_banner
 from mtplx.cli.loading import load_with_progress, other_models
 from mtplx.cli.options import (
     Adapter,
@@ -22,6 +26,11 @@ from mtplx.cli.options import (
     flag,
 )
 from mtplx.cli.prompts import read_pinned
+from mtplx.config import Configuration
+
+if TYPE_CHECKING:
+    from mtplx.engine import Engine
+    from mtplx.server.run import HttpServer
 
 logger = logging.getLogger(__name__)
 
@@ -113,14 +122,40 @@ def serve(
         log_prompts=log_prompts,
         log_level=log_level,
     )
+    with running(configuration) as server:
+        server.http.run()
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that is ready to be run.
+
+    Attributes:
+        http: Its ``run`` serves until a signal, or ``stop``.
+    """
+
+    engine: Engine
+    http: HttpServer
+
+
+@contextmanager
+def running(configuration: Configuration, *, banner: bool = True) -> Iterator[Running]:
+    """Load the first model and yield a server of it, whose engine stops at the end.
+
+    Args:
+        configuration: Of the server.
+        banner: Say on the terminal what is served, once connections are accepted.
+
+    Raises:
+        MtplxError: It cannot be served so.
+    """
     settings = configuration.settings
 
     from mtplx.engine import Engine
     from mtplx.server.app import build_app
     from mtplx.server.auth import check_binding, read_keys
     from mtplx.server.origins import read_origins
-    from mtplx.server.run import reserve
-    from mtplx.server.run import serve as run
+    from mtplx.server.run import HttpServer, reserve
     from mtplx.session import SessionBank
     from mtplx.session.disk import DiskTier
 
@@ -145,25 +180,21 @@ def serve(
     engine.start()
     if settings.pin_prompt is not None:
         prompt = read_pinned(Path(settings.pin_prompt), engine.tokenizer)
-        logger.info("%d tokens of %s are pinned", engine.pin(prompt), settings.pin_prompt)
-    info = engine.info
-
-    others_told = f", and {len(others)} more when asked for" if others else ""
+        with console.status(f"Reading the {len(prompt.token_ids)} tokens to be pinned"):
+            tokens = engine.pin(prompt)
+        logger.info("%d tokens of %s are pinned", tokens, settings.pin_prompt)
 
     def started(url: str) -> None:
-        console.print(
-            f"[bold]{info.name}[/] ({info.dtype} on the {info.device.upper()}, context "
-            f"{info.context_length}) is served at [bold]{url}/v1[/]{others_told}. Ctrl-C "
-            "ends it."
-        )
+        if banner:
+            show_banner(url, engine.info, engine.memory, tuple(others), bool(len(keys)))
 
     try:
         app = build_app(
             engine=engine,
             tokenizer=engine.tokenizer,
-            info=info,
+            info=engine.info,
             configuration=configuration,
         )
-        run(app, port_socket, on_started=started)
+        yield Running(engine, HttpServer(app, port_socket, on_started=started))
     finally:
         engine.stop()

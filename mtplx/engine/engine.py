@@ -21,6 +21,7 @@ import mlx.core as mx
 from mtplx.config import Settings
 from mtplx.engine.core import EngineCore
 from mtplx.engine.live import LiveRecorder
+from mtplx.engine.memory import MemoryShares, memory_shares
 from mtplx.engine.models import EngineModels, Load, LoadedModel
 from mtplx.engine.running import EventSink
 from mtplx.errors import EngineUnavailableError, MtplxError, QueueFullError
@@ -132,6 +133,13 @@ class Engine:
     def info(self) -> ModelInfo:
         """Facts about the first model, once started."""
         return self._models.first.model.info
+
+    @property
+    def memory(self) -> MemoryShares:
+        """Who has which part of the memory, once started."""
+        status = self.status()
+        model = self._models.first.model
+        return memory_shares(model, status.bank_bytes, status.kv_limit_bytes or 0)
 
     @property
     def tokenizer(self) -> Tokenizer:

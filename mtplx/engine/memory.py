@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -26,6 +27,40 @@ LEAST_BYTES = 64 * 1024**2
 """Below this no budget makes sense; less is left where a model hardly fits at all."""
 
 _TRIAL_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class MemoryShares:
+    """Who has which part of the memory.
+
+    Attributes:
+        total_bytes: What the device may use.
+        weight_bytes: Of the models that are loaded.
+        kv_bytes: Most that KV state may take.
+        kv_tokens: What fits there of the first model; None where its state does not grow.
+    """
+
+    total_bytes: int
+    weight_bytes: int
+    kv_bytes: int
+    kv_tokens: int | None
+
+
+def memory_shares(model: Model, held_bytes: int, kv_bytes: int) -> MemoryShares:
+    """Return the shares of this moment; any thread, once ``model.state_size`` is known.
+
+    Args:
+        model: The first one.
+        held_bytes: KV state that is held.
+        kv_bytes: Most that may be held.
+    """
+    row_bytes = model.state_size.row_bytes
+    return MemoryShares(
+        total_bytes=memory_bytes(model.device),
+        weight_bytes=max(mx.get_active_memory() - held_bytes, 0),
+        kv_bytes=kv_bytes,
+        kv_tokens=kv_bytes // row_bytes if row_bytes else None,
+    )
 
 
 def warm_up(model: Model, window: int) -> tuple[int, float]:
@@ -53,6 +88,18 @@ def warm_up(model: Model, window: int) -> tuple[int, float]:
     return max(work_bytes, 0) * -(-window // _TRIAL_TOKENS), token_s
 
 
+def room_bytes(*, total: int, available: int, weights: int, work: int = 0) -> int:
+    """Return what is left for KV state; below ``LEAST_BYTES`` the model does not fit.
+
+    Args:
+        total: Memory that the device may use.
+        available: What is still free of it, with the weights in memory.
+        weights: Bytes of them.
+        work: What a span needs besides its state.
+    """
+    return min(int(SHARE * total) - weights, int(SHARE * available)) - work
+
+
 def default_kv_bytes(models: Sequence[Model], work_bytes: int, held_bytes: int) -> int:
     """Return what is left for KV state, and say how it came about.
 
@@ -64,23 +111,24 @@ def default_kv_bytes(models: Sequence[Model], work_bytes: int, held_bytes: int) 
     total = memory_bytes(models[0].device)
     available = available_memory_bytes() + held_bytes
     weights = mx.get_active_memory() - held_bytes
-    free = min(int(SHARE * total) - weights, int(SHARE * available))
-    budget = max(free - work_bytes, LEAST_BYTES)
+    free = room_bytes(total=total, available=available, weights=weights, work=work_bytes)
+    budget = max(free, LEAST_BYTES)
     row_bytes = models[0].state_size.row_bytes
     tokens = f", about {budget // row_bytes:,} tokens" if row_bytes else ""
     logger.info(
         "KV budget: %s%s. That is what is left of %s of memory (x %s, less %s of weights; "
         "%s are free) beside the %s that a span needs. --kv-bytes sets another.",
-        _gib(budget),
+        gib(budget),
         tokens,
-        _gib(total),
+        gib(total),
         SHARE,
-        _gib(weights),
-        _gib(available),
-        _gib(work_bytes),
+        gib(weights),
+        gib(available),
+        gib(work_bytes),
     )
     return budget
 
 
-def _gib(nbytes: int) -> str:
+def gib(nbytes: int) -> str:
+    """Return bytes for humans."""
     return f"{nbytes / 1024**3:.2f} GiB"

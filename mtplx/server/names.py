@@ -1,4 +1,4 @@
-"""Which model a name means: its own, an alias, or none.
+"""Which model a name means: its own, the one it was asked for by, an alias, or none.
 
 Pure; any thread.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from mtplx.errors import ConfigError, ModelNotFoundError
 
@@ -29,8 +30,18 @@ class ModelNames:
     aliases: Mapping[str, str]
 
     @classmethod
-    def read(cls, served: Sequence[str], aliases: str) -> ModelNames:
+    def read(
+        cls,
+        served: Sequence[str],
+        aliases: str,
+        arguments: Mapping[str, str] | None = None,
+    ) -> ModelNames:
         """Return the names for these models and the setting ``aliases``.
+
+        Args:
+            served: The models, the first one first.
+            aliases: The setting.
+            arguments: By model, what it was asked for by: ``demo``, a folder, a hub id.
 
         Raises:
             ConfigError: An alias is not ALIAS=NAME, is there twice or the name of a
@@ -51,7 +62,8 @@ class ModelNames:
                 )
             named[alias] = name
         foreign = {} if others else dict.fromkeys(_FOREIGN, first)
-        return cls(tuple(served), foreign | named)
+        typed = _typed_names(served, arguments or {})
+        return cls(tuple(served), foreign | typed | named)
 
     def resolve(self, name: str | None) -> str:
         """Return the model that ``name`` means; an absent one means the first.
@@ -70,6 +82,24 @@ class ModelNames:
             f"The model {name[:200]!r} is not served here; {_choice(self.served)}.",
             param="model",
         )
+
+
+def _typed_names(served: Sequence[str], arguments: Mapping[str, str]) -> dict[str, str]:
+    """Return what people call models who read the command that started the server: the
+    argument as it is, the folder's name, the hub id without its owner."""
+    meanings: dict[str, set[str]] = {}
+    for name in served:
+        argument = arguments.get(name, name)
+        for word in (argument, PurePath(argument).name, PurePath(name).name):
+            meanings.setdefault(word, set()).add(name)
+    first = served[0]
+    # What stands right after `mtplx serve` can mean nothing else.
+    meanings[arguments.get(first, first)] = {first}
+    return {
+        word: next(iter(models))
+        for word, models in meanings.items()
+        if word and word not in served and len(models) == 1
+    }
 
 
 def _fits(name: str, alias: str) -> bool:

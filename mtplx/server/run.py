@@ -73,31 +73,20 @@ def reserve(host: str, port: int) -> socket.socket:
     return reserved
 
 
-def serve(
-    app: FastAPI, port: socket.socket, *, on_started: Callable[[str], None] | None = None
-) -> None:
-    """Serve ``app`` until a signal (Ctrl-C, SIGTERM) arrives.
+class HttpServer:
+    """An application on a port.
 
     Args:
         app: From ``build_app``.
         port: From ``reserve``; closed at the end.
-        on_started: Called on the event loop with the URL, once connections are
-            accepted.
-
-    Raises:
-        ConfigError: Another process listens on the port by now.
-    """
-    HttpServer(app, port, on_started=on_started).run()
-
-
-class HttpServer:
-    """An application on a port.
+        on_started: Called on the event loop with the URL, once connections are accepted.
+        header_timeout_s: As ``HEADER_TIMEOUT_S``.
 
     Attributes:
         url: Where it can be reached from this machine.
 
     Raises:
-        ConfigError: On construction, as ``serve``.
+        ConfigError: On construction: another process listens on the port by now.
     """
 
     def __init__(
@@ -132,7 +121,7 @@ class HttpServer:
         self._server = _Server(config, started, app.state.generations.stop)
 
     def run(self) -> None:
-        """Serve until a signal arrives or ``stop`` is called."""
+        """Serve until a signal (Ctrl-C, SIGTERM) arrives or ``stop`` is called."""
         with (
             self._listener,
             _sigterm_as_interrupt(),

@@ -67,6 +67,12 @@ def test_a_folder_computes_what_was_saved_and_is_named_after_itself(tmp_path):
     assert result.tokenizer.decode(result.tokenizer.encode("Hello")) == "Hello"
 
 
+def test_a_folder_of_the_hubs_cache_has_the_hub_id(tmp_path):
+    folder = tmp_path / "models--org--tiny" / "snapshots" / ("0" * 40)
+    folder.parent.mkdir(parents=True)
+    assert loaded(saved(folder, tiny_llama())).name == "org/tiny"
+
+
 def test_a_folder_may_be_named_relative_to_the_working_directory(folder, monkeypatch):
     monkeypatch.chdir(folder)
     assert loaded(".").name == "tiny-bf16"

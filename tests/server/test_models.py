@@ -201,6 +201,23 @@ def test_a_response_is_continued_by_another_model(http: TestClient) -> None:
     assert http.post("/v1/responses", json=body).json()["model"] == OTHER
 
 
+@pytest.mark.parametrize("argument", ["demo", "/models/mine", "org/fake-model"])
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_the_argument_of_serve_is_a_name(
+    engine: FakeEngine, argument: str, path: str, body: dict[str, Any]
+) -> None:
+    with small_client(engine, model=argument, also=f"{OTHER}=a/b") as http:
+        for name, real in [(argument, INFO.name), ("fake-model", INFO.name), ("b", OTHER)]:
+            answer = http.post(path, json=body | {"model": name})
+            assert answer.status_code == 200, answer.text
+            if (path, body) in GENERATING:
+                assert (answer.json().get("mtplx") or {}).get("model", real) == real
+                assert engine.requests[-1].model == real
+                if path != "/v1/messages":
+                    assert answer.json()["model"] == real
+            assert http.get(f"/v1/models/{name}").json()["id"] == real
+
+
 def test_an_alias_of_nothing_is_told_at_start(engine: FakeEngine) -> None:
     with pytest.raises(ConfigError, match="no model 'none'"):
         small_app(engine, aliases="fast=none")

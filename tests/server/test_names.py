@@ -54,3 +54,42 @@ def test_unknown_ones_are_told_what_there_is(name: str) -> None:
 def test_aliases_that_cannot_be_meant(aliases: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ModelNames.read(TWO, aliases)
+
+
+@pytest.mark.parametrize(
+    ("served", "argument", "names"),
+    [
+        ("SmolLM2-135M-Instruct", "demo", ["demo"]),
+        ("org/small", "org/small", ["small"]),
+        ("small", "./models/small/", ["./models/small/"]),
+        ("small", "~/latest", ["~/latest", "latest"]),
+        ("small", "/m/small.gguf", ["/m/small.gguf", "small.gguf"]),
+        ("org/small", "/hub/models--org--small/snapshots/0a", ["0a", "small"]),
+    ],
+)
+def test_what_stands_after_serve_means_the_model(
+    served: str, argument: str, names: list[str]
+) -> None:
+    read = ModelNames.read([served, "other"], "", {served: argument})
+    assert [read.resolve(name) for name in [*names, served]] == [served] * (len(names) + 1)
+    with pytest.raises(ModelNotFoundError):
+        read.resolve("someone/small")
+
+
+def test_a_short_name_of_two_models_means_none() -> None:
+    served = ["one/small", "two/small", "tuned"]
+    read = ModelNames.read(served, "", {"tuned": "two/big"})
+    assert [read.resolve(name) for name in ("big", "two/big")] == ["tuned", "tuned"]
+    with pytest.raises(ModelNotFoundError):
+        read.resolve("small")
+
+
+def test_the_first_argument_and_aliases_win() -> None:
+    arguments = {"Smol": "demo", "tuned": "demo"}
+    names = ModelNames.read(["Smol", "tuned", "org/x"], "x=tuned", arguments)
+    assert [names.resolve(name) for name in ("demo", "x")] == ["Smol", "tuned"]
+
+
+def test_a_model_that_is_called_like_an_argument_keeps_its_name() -> None:
+    names = ModelNames.read(["Smol", "demo"], "", {"Smol": "demo", "demo": "org/x"})
+    assert names.resolve("demo") == "demo"

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from mtplx.errors import ConfigError
-from mtplx.server.run import HttpServer, reserve, serve
+from mtplx.server.run import HttpServer, reserve
 from tests.server.conftest import Server
 from tests.server.fakes import FakeEngine
 from tests.server.small_app import small_app
@@ -29,8 +29,9 @@ app = build_app(engine=engine, tokenizer=FakeTokenizer(), info=INFO,
                 configuration=read_configuration(environment={"HOME": "/nowhere"}))
 if "stuck" in sys.argv:
     engine.cancel = lambda request_id: None
-from mtplx.server.run import reserve, serve
-serve(app, reserve("127.0.0.1", 0), on_started=lambda url: print(url, flush=True))
+from mtplx.server.run import HttpServer, reserve
+HttpServer(app, reserve("127.0.0.1", 0),
+           on_started=lambda url: print(url, flush=True)).run()
 print("closed", flush=True)
 """
 
@@ -51,7 +52,7 @@ def test_a_port_that_is_taken_while_the_model_loads(server: Server) -> None:
         other.bind(port.getsockname())
         other.listen()
         with pytest.raises(ConfigError, match="is taken"):
-            serve(server.app, port)
+            HttpServer(server.app, port)
 
 
 def test_nobody_connects_before_it_serves() -> None:
