@@ -97,6 +97,11 @@ class Settings(BaseModel):
         description="Longest gap between the tokens of a stream while prompts are read, "
         "in ms (default: 2.6 times its undisturbed gap).",
     )
+    overlap_decode: bool | None = Field(
+        None,
+        description="Hand the next step to the device before the tokens of the last one "
+        "are read (default: where the device computes beside the host, that is on a GPU).",
+    )
     max_kv_size: int = Field(
         256_000, ge=0, description="Tokens the SessionBank may hold; 0 keeps nothing."
     )

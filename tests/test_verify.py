@@ -22,13 +22,15 @@ from tests.tiny_models import ANY_PREFIX, CONFIGS, make_network, tiny_model
 NAMES = (
     "cold",
     "chunked",
-    "batched",
+    "batched, together",
+    "batched, apart",
     "shared span",
     "warm",
     "memory, borrowed",
     "memory, copied",
     "disk",
     "engine",
+    "engine, overlapped",
 )
 SHARE_SPANS = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss")
 RESTORED = LEAST_TOKENS * 2 // 3
@@ -64,7 +66,7 @@ def test_every_kind_of_cache_passes(model_type):
     not_possible = [n for n, check in checks.items() if check.verdict == "not possible"]
     assert not_possible == ([] if model_type in SHARE_SPANS else ["shared span"])
     assert checks["chunked"].reach["spans"] > 4
-    assert checks["batched"].reach["rows"] == 3
+    assert checks["batched, together"].reach["rows"] == 3
     least = LEAST_TOKENS - (1 if model_type in ANY_PREFIX else 32)
     assert checks["warm"].reach["restored tokens"] == least
     for name in ("memory, borrowed", "memory, copied", "disk"):
@@ -73,6 +75,8 @@ def test_every_kind_of_cache_passes(model_type):
     assert checks["disk"].reach["bytes read"] > 0
     assert checks["engine"].reach["restored tokens"] > 0
     assert checks["engine"].reach["restored by the next turn"] >= RESTORED
+    assert checks["engine"].reach["overlapped steps"] == 0
+    assert checks["engine, overlapped"].reach["overlapped steps"] > 0
 
 
 class Faulty(nn.Module):
@@ -143,7 +147,7 @@ def test_a_fault_is_found_in_every_way_that_meets_it(kind, verdict, note):
 def test_a_model_that_must_be_read_whole_says_so_and_is_served_all_the_same():
     checks = run(with_text("llama", LooksAtNothingBefore))
     assert tuple(checks) == NAMES
-    for name in NAMES[1:-1]:
+    for name in NAMES[1:-2]:
         assert checks[name].verdict == "not possible"
         assert "must be read whole: in two parts" in checks[name].note
     assert "must be read whole" in checks["cold"].note
@@ -155,7 +159,8 @@ def test_a_model_that_must_be_read_whole_says_so_and_is_served_all_the_same():
 def test_without_a_tokenizer_all_but_the_engine_is_checked():
     checks = run(tiny_model("llama"))
     verdicts = {name: check.verdict for name, check in checks.items()}
-    assert verdicts == {**dict.fromkeys(NAMES, "same"), "engine": "not possible"}
+    engines = dict.fromkeys(NAMES[-2:], "not possible")
+    assert verdicts == {**dict.fromkeys(NAMES, "same"), **engines}
     assert "tokenizer" in checks["engine"].note
 
 

@@ -37,6 +37,7 @@ from mtplx.scheduler.scheduler import Scheduler
 from mtplx.scheduler.step import Outcome
 from mtplx.session import Match, SessionBank
 from mtplx.session.disk import DiskTier
+from mtplx.session.state import Rows
 from mtplx.session.tree import as_run
 from mtplx.text.tokenizer import Tokenizer
 from mtplx.types import (
@@ -121,7 +122,16 @@ class EngineCore:
         self.admission = Admission(self.scheduler, model, self._bank, self._disk)
         self._running: dict[str, RunningRequest] = {}
         self._from_disk: set[str] = set()
-        self._stepper = Stepper(self.decoder, self.scheduler, self.gaps, self._running)
+        overlaps = settings.overlap_decode
+        self._stepper = Stepper(
+            self.decoder,
+            self.scheduler,
+            self.gaps,
+            self._running,
+            overlaps=model.device != "cpu" if overlaps is None else overlaps,
+        )
+        self.decoder.holds = self._hold_free_rows
+        self._free_rows = _FreeRows()
 
     @property
     def idle(self) -> bool:
@@ -131,6 +141,11 @@ class EngineCore:
         late = self.scheduler.next_deadline_s <= time.perf_counter()
         waiting = self.scheduler.ready or self.admission.attached
         return not (self._running or waiting or copying or late)
+
+    @property
+    def overlapped_steps(self) -> int:
+        """Decodes that began before the tokens of the last one were read."""
+        return self._stepper.overlapped_steps
 
     @property
     def unused(self) -> bool:
@@ -339,12 +354,20 @@ class EngineCore:
         self.scheduler.end(request_id, Outcome.FAILED)
         waiting.on_event(Failed(error))
 
+    def _hold_free_rows(self, nbytes: int) -> bool:
+        """Count what lies free among the streams; False where there is no room for it."""
+        return self._bank is None or self._bank.reserve(self._free_rows, nbytes)
+
     def _grow(self) -> None:
         """Make sure that every stream has memory for one more token, or end it."""
         for request_id, running in [*self._running.items()]:
-            prefill = running.prefill
-            if not prefill.complete or prefill.reserve(prefill.cache.offset + 1):
+            if self._has_memory(running):
                 continue
+            # Its last token may be drawn already, and be its end.
+            self._read_ahead()
+            if request_id not in self._running or self._has_memory(running):
+                continue
+            prefill = running.prefill
             logger.warning(
                 "Request %s ends at %d tokens: the KV budget of %s bytes is used up by "
                 "requests that run. Allow fewer at once, or raise --kv-bytes.",
@@ -357,16 +380,38 @@ class EngineCore:
             self.scheduler.end(request_id, Outcome.FINISHED)
             self._settle(self._running.pop(request_id))
 
+    def _has_memory(self, running: RunningRequest) -> bool:
+        prefill = running.prefill
+        tokens = prefill.cache.offset + self._stepper.tokens_ahead + 1
+        return not prefill.complete or prefill.reserve(tokens)
+
+    def _read_ahead(self) -> None:
+        over: list[RunningRequest] = []
+        self._stepper.read_ahead(over)
+        for running in over:
+            self._settle(running)
+
     def _settle(self, running: RunningRequest) -> None:
         """Keep what a request computed, and let go of what it borrowed."""
+        self._stepper.forget(running)
         prefill = running.prefill
         _keep(running.keep)
         if prefill.kept_tokens and self._disk is not None:
             self._disk.keep(prefill.key, running.token_ids[: prefill.kept_tokens])
         prefill.release()
+        self._hold_free_rows(self.decoder.free_nbytes)
         computed = sum(prefill.clock.span_tokens)
         if computed >= _MEASURED_TOKENS:
             self._token_s = prefill.clock.compute_s / computed
+
+
+class _FreeRows:
+    """Memory between the streams of a group, as the bank weighs it."""
+
+    nbytes = 0
+
+    def copy(self, start: int, end: int) -> Rows:
+        raise AssertionError("nothing is kept there")
 
 
 def _keep(store: Callable[[], None]) -> None:

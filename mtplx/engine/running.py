@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from mtplx.engine.constraint import Constraint, Grammars
 from mtplx.engine.logprobs import PromptScores, Scores, score
-from mtplx.engine.sampling import NOT_A_NUMBER, Sampler
+from mtplx.engine.sampling import NOT_A_NUMBER, Draw, Sampler
 from mtplx.errors import GenerationError, MtplxError, UnsupportedFieldError
 from mtplx.generation import PromptPrefill
 from mtplx.metrics import StreamMetrics
@@ -145,25 +145,35 @@ class RunningRequest:
             )
         )
 
-    def draw(self) -> mx.array:
-        """Return the next token, not evaluated yet.
+    def draw(self) -> Draw:
+        """Say how the next token is drawn. The token before it must have been accepted.
 
-        What else ``accept`` will need is evaluated with it.
+        Raises:
+            GenerationError: The grammar cannot go on.
         """
-        logits = self.prefill.cache.logits
-        assert logits is not None
         allowed = None if self._constraint is None else self._constraint.allowed()
-        token = self._sampler.draw(logits, self._generated, allowed)
-        if self.request.logprobs is not None:
-            self._scores = score(logits[None], token, self.request.logprobs)
-            token = self._scores.computed_with(token)
-        return token
+        return Draw(self._sampler, self._generated, allowed)
+
+    def scored(self, logits: mx.array, token: mx.array, tokens: mx.array) -> mx.array:
+        """Score a drawn token; for a request that wants it.
+
+        Args:
+            logits: ``[1, vocab]``, as the model gave them.
+            token: ``[1]``.
+            tokens: Those of all rows.
+
+        Returns:
+            ``tokens``, such that evaluating them evaluates the scores.
+        """
+        assert self.request.logprobs is not None
+        self._scores = score(logits, token, self.request.logprobs)
+        return self._scores.computed_with(tokens)
 
     def accept(self, token: int, target_s: float | None) -> float | None:
         """Take a drawn token and tell the client.
 
         Args:
-            token: As ``draw`` gave it.
+            token: As ``draw_tokens`` gave it.
             target_s: Longest gap between tokens that was aimed at.
 
         Returns:

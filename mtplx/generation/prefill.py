@@ -265,6 +265,11 @@ class PromptPrefill:
                 of it. Otherwise it must not be used any more.
             broken: What was computed is wrong; the bank keeps nothing of it.
         """
+        intact = not broken
+        try:
+            self.cache.leave()
+        except Exception:  # A forward failed; so will whatever needs its state.
+            intact = False
         if self._lease is not None:
-            intact = not broken and self.cache.buffer.intact()
+            intact = intact and self.cache.buffer.intact()
             self._lease.release(intact=intact, keep_buffer=keep_cache)

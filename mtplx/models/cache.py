@@ -28,6 +28,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from mtplx.models.group import GroupLayout, RowGroup, flat
+
 
 class CacheKind(StrEnum):
     """What can be done with the cache of one layer."""
@@ -48,7 +50,7 @@ def cache_kind(layer_cache: Any) -> CacheKind:
     An unknown class counts as recurrent, which is always right: it is only restored
     from an exact copy. A ``CacheList`` is as restricted as its most restricted part.
     """
-    kinds = {_leaf_kind(leaf) for leaf in _leaves([layer_cache])}
+    kinds = {_leaf_kind(leaf) for leaf in flat([layer_cache])}
     for kind in (CacheKind.RECURRENT, CacheKind.WINDOWED):
         if kind in kinds:
             return kind
@@ -64,17 +66,9 @@ def _leaf_kind(leaf: Any) -> CacheKind:
     return CacheKind.RECURRENT
 
 
-def _leaves(layers: Sequence[Any]) -> Iterator[Any]:
-    for layer in layers:
-        if isinstance(layer, CacheList):
-            yield from _leaves(layer.caches)
-        else:
-            yield layer
-
-
 def split_leaves(layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return the leaves that can be cut, and the others."""
-    leaves = list(_leaves(layers))
+    leaves = list(flat(layers))
     cuttable = [leaf for leaf in leaves if _leaf_kind(leaf) is CacheKind.TRIMMABLE]
     others = [leaf for leaf in leaves if _leaf_kind(leaf) is not CacheKind.TRIMMABLE]
     return cuttable, others
@@ -85,24 +79,38 @@ class KVBuffer:
 
     Args:
         leaves: mlx-lm caches. The sequence that runs in them only appends.
+
+    Attributes:
+        place: The group and row that the sequence runs in meanwhile, its caches being
+            hollow; None while they hold it.
     """
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         self.leaves = tuple(leaves)
+        self.place: tuple[RowGroup, int] | None = None
+
+    def arrays(self) -> list[Sequence[mx.array]]:
+        """Return the arrays of each leaf that holds anything, ``[1, heads, rows, dim]``.
+
+        For reading at once: a reference that is held makes the next write a copy.
+        """
+        if self.place is not None:
+            group, row = self.place
+            return [*group.cuttable(row)]
+        return [get_arrays(leaf) for leaf in self.leaves if not leaf.empty()]
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated, spare room included."""
+        if self.place is not None:
+            return self.place[0].cuttable_row_nbytes
         return sum(leaf.nbytes for leaf in self.leaves if not leaf.empty())
 
     @property
     def row_nbytes(self) -> int:
         """Bytes of one token."""
         return sum(
-            array.nbytes // array.shape[-2]
-            for leaf in self.leaves
-            if not leaf.empty()
-            for array in get_arrays(leaf)
+            array.nbytes // array.shape[-2] for arrays in self.arrays() for array in arrays
         )
 
     def rows(self, start: int, end: int) -> KVRows:
@@ -112,9 +120,9 @@ class KVBuffer:
     def copy(self, start: int, end: int) -> KVRows:
         """Return rows ``[start, end)`` in a buffer of their own, with no spare room."""
         twins = []
-        for leaf in self.leaves:
+        for leaf, arrays in zip(self.leaves, self.arrays(), strict=True):
             twin = copy.copy(leaf)
-            set_arrays(twin, [mx.contiguous(part) for part in _cut(leaf, start, end)])
+            set_arrays(twin, [mx.contiguous(array[..., start:end, :]) for array in arrays])
             twin.offset = end - start
             twins.append(twin)
         mx.eval([get_arrays(twin) for twin in twins])
@@ -123,7 +131,7 @@ class KVBuffer:
     def intact(self) -> bool:
         """Say whether the memory can still be read after a forward has failed."""
         try:
-            mx.eval([get_arrays(leaf) for leaf in self.leaves if not leaf.empty()])
+            mx.eval(self.arrays())
         except Exception:
             return False
         return True
@@ -164,10 +172,6 @@ def set_arrays(leaf: Any, arrays: Sequence[mx.array]) -> None:
         leaf.keys, leaf.values = list(arrays[:3]), list(arrays[3:])
 
 
-def _cut(leaf: Any, start: int, end: int) -> list[mx.array]:
-    return [array[..., start:end, :] for array in get_arrays(leaf)]
-
-
 @dataclass(frozen=True)
 class StateSize:
     """What the state of one sequence weighs.
@@ -194,10 +198,12 @@ class StateSize:
 class PromptCache:
     """The KV cache of one sequence, and what is needed to go on from it.
 
+    While it decodes, its state lies in a row of a ``RowGroup``, and its own caches are
+    hollow; whoever asks for ``layers`` takes it out of there.
+
     Attributes:
-        layers: One mlx-lm cache for each layer, as the model's forward takes them.
         offset: Tokens whose state is complete. It moves only once they are evaluated.
-        buffer: The part of ``layers`` that can be cut.
+        buffer: The part of the state that can be cut.
         logits: ``[vocab]``, after the last token; None while only prefilled.
         pending: A token that ``Model.decode`` has chosen and not yet read.
     """
@@ -205,20 +211,49 @@ class PromptCache:
     def __init__(
         self, layers: list[Any], offset: int = 0, buffer: KVBuffer | None = None
     ) -> None:
-        self.layers = layers
+        self._layers = layers
         self.offset = offset
         self.buffer = KVBuffer(split_leaves(layers)[0]) if buffer is None else buffer
         self.logits: mx.array | None = None
         self.pending: int | None = None
 
     @property
+    def layers(self) -> list[Any]:
+        """One mlx-lm cache for each layer, as the model's forward takes them."""
+        self.leave()
+        return self._layers
+
+    @property
+    def place(self) -> tuple[RowGroup, int] | None:
+        """The group and row that hold its state; None where its own caches do."""
+        return self.buffer.place
+
+    @place.setter
+    def place(self, place: tuple[RowGroup, int] | None) -> None:
+        self.buffer.place = place
+
+    def enter(self, layout: GroupLayout) -> None:
+        """Let a group of its own take the state over, if it can hold it. Hardly anything
+        is copied."""
+        if self.place is None and layout.holds(self._layers):
+            RowGroup.of_one(layout, self, self._layers, self.offset)
+
+    def leave(self) -> None:
+        """Take the state back into its own caches, up to ``offset``."""
+        if self.place is not None:
+            (group, row), self.place = self.place, None
+            group.leave(row, self._layers, self.offset)
+
+    @property
     def nbytes(self) -> int:
         """Bytes allocated for the KV state."""
-        return sum(leaf.nbytes for leaf in _leaves(self.layers) if not leaf.empty())
+        if self.place is not None:
+            return self.place[0].row_nbytes
+        return sum(leaf.nbytes for leaf in flat(self._layers) if not leaf.empty())
 
     def evaluate(self) -> None:
         """Run whatever the layers' state still waits for."""
-        mx.eval([leaf.state for leaf in _leaves(self.layers) if not leaf.empty()])
+        mx.eval([leaf.state for leaf in flat(self.layers) if not leaf.empty()])
 
 
 def state_size(cache: PromptCache) -> StateSize:
@@ -292,9 +327,14 @@ def restore_cache(
     """
     assert sum(map(len, rows)) == length
     cuttable, others = split_leaves(layers)
+    held = [(piece.buffer.arrays(), piece.start, piece.end) for piece in rows]
     for index, leaf in enumerate(cuttable):
-        pieces = [_cut(r.buffer.leaves[index], r.start, r.end) for r in rows]
+        pieces = [
+            [array[..., start:end, :] for array in arrays[index]]
+            for arrays, start, end in held
+        ]
         _fill(leaf, pieces, length, room)
+    del held
     _restore_others(others, snapshot)
     cache = PromptCache(layers, length)
     cache.evaluate()

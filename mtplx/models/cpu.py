@@ -52,8 +52,8 @@ def attend(
     """Compute attention, as mlx-lm's function of the same arguments does.
 
     Args:
-        queries: ``[1, heads, length, dim]``.
-        keys, values: ``[1, kv_heads, depth + length, dim]``.
+        queries: ``[rows, heads, length, dim]``.
+        keys, values: ``[rows, kv_heads, depth + length, dim]``.
         cache: The layer's cache; only asked whether it is quantized.
         scale: Of the scores.
         mask: None, ``"causal"``, or an array.
@@ -64,15 +64,48 @@ def attend(
         and sinks is None
         and not hasattr(cache, "bits")
         and queries.dtype == mx.float32
-        and queries.shape[0] == 1
-        and queries.shape[1] * queries.shape[2] * keys.shape[2] >= _MIN_SCORES
-        and (mask is None or (isinstance(mask, str) and mask == "causal"))
+        and _is_worth_it(queries, keys, mask)
     )
     if not fast:
         return base.scaled_dot_product_attention(
             queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks
         )
+    if queries.shape[2] == 1:
+        return _one_token(queries * scale, keys, values, mask)
     return _blockwise(queries * scale, keys, values, causal=mask is not None)
+
+
+def _is_worth_it(queries: mx.array, keys: mx.array, mask: Any) -> bool:
+    """Say whether a mask is of a kind that is computed here, and that saves time.
+
+    Streams in a group, which have a mask of their own, are computed here whatever their
+    number and length: forwards of theirs are traced, and these choices would be kernels
+    that are compiled in the middle of a stream.
+    """
+    if isinstance(mask, mx.array):
+        return queries.shape[2] == 1 and mask.dtype == mx.bool_ and mask.ndim == 4
+    scores = queries.shape[1] * queries.shape[2] * keys.shape[2]
+    plain = queries.shape[0] == 1 and mask in (None, "causal")
+    return plain and scores >= _MIN_SCORES
+
+
+def _one_token(queries: mx.array, keys: mx.array, values: mx.array, mask: Any) -> mx.array:
+    """Attend with one token for each row, which sees all that ``mask`` (if an array,
+    ``[rows, 1, 1, length]``) lets it see."""
+    rows, heads, _, dim = queries.shape
+    kv_heads = keys.shape[1]
+    grouped = queries.reshape(rows, kv_heads, heads // kv_heads, dim)
+    scores = grouped @ keys.swapaxes(-1, -2)
+    if isinstance(mask, mx.array):
+        scores = mx.where(mask, scores, -math.inf)
+    return _weighted(scores, values).reshape(rows, heads, 1, values.shape[-1])
+
+
+def _weighted(scores: mx.array, values: mx.array) -> mx.array:
+    """Return the values, averaged with the softmax of the scores as weights."""
+    factor, power = _exp_parts(scores, mx.max(scores, axis=-1, keepdims=True))
+    weights = factor * power.view(mx.float32)
+    return (weights @ values) / mx.sum(weights, axis=-1, keepdims=True)
 
 
 def _blockwise(
@@ -106,10 +139,7 @@ def _block(
     if bias is not None:
         scores = scores.reshape(1, kv_heads, group, rows, -1) + bias
         scores = scores.reshape(1, kv_heads, group * rows, -1)
-    factor, power = _exp_parts(scores, mx.max(scores, axis=-1, keepdims=True))
-    weights = factor * power.view(mx.float32)
-    out = (weights @ values) / mx.sum(weights, axis=-1, keepdims=True)
-    return out.reshape(1, kv_heads, group, rows, values.shape[-1])
+    return _weighted(scores, values).reshape(1, kv_heads, group, rows, values.shape[-1])
 
 
 def _causal_bias(start: int, end: int) -> mx.array:

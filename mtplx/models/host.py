@@ -20,7 +20,6 @@ from mtplx.models.cache import (
     KVBuffer,
     KVRows,
     LayerSnapshot,
-    get_arrays,
     set_arrays,
     split_leaves,
 )
@@ -32,12 +31,11 @@ _INTEGERS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
 def rows_to_host(views: Sequence[KVRows]) -> HostState:
     """Copy rows that follow one another into host memory."""
     arrays: dict[str, Any] = {}
-    leaves = len(views[0].buffer.leaves)
-    for index in range(leaves):
+    held = [(view.buffer.arrays(), view.start, view.end) for view in views]
+    for index in range(len(held[0][0])):
         parts = [
-            [array[..., view.start : view.end, :] for array in leaf_arrays]
-            for view in views
-            for leaf_arrays in [get_arrays(view.buffer.leaves[index])]
+            [array[..., start:end, :] for array in leaves[index]]
+            for leaves, start, end in held
         ]
         for number, pieces in enumerate(zip(*parts, strict=True)):
             arrays[f"{index}.{number}"] = mx.concatenate(list(pieces), axis=-2)

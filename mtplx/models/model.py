@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -41,6 +42,9 @@ PREFILL_WINDOW_TOKENS = {"cpu": 512, "gpu": 2048}
 """Longest span by device: long enough to keep the device busy, short enough that what
 waits for the end of a span does not wait for seconds on end."""
 
+TRACED_CPU_BYTES = 64 * 1024**2
+"""Most bytes of weights of a model whose forwards are traced on the CPU backend."""
+
 
 class Model:
     """An mlx-lm network with its tokenizer.
@@ -54,6 +58,7 @@ class Model:
         device: ``cpu`` or ``gpu``.
         dtype: Of the floating point parameters, for humans.
         backend: Library behind the matrix products, for humans.
+        traces: Forwards of streams are traced and replayed where that is exact.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class Model:
         device: Device = "cpu",
         dtype: str = "float32",
         backend: str = "",
+        traces: bool = False,
     ) -> None:
         self.network = network
         self.config = config
@@ -74,6 +80,7 @@ class Model:
         self.device = device
         self.dtype = dtype
         self.backend = backend
+        self.traces = traces
         self.created = int(time.time())
         self._hooks = Hooks(network)
 
@@ -107,6 +114,7 @@ class Model:
             device=chosen,
             dtype=loaded.dtype,
             backend=compute_description(chosen),
+            traces=_is_worth_tracing(loaded.network, chosen),
         )
 
     # -- what it is -------------------------------------------------------------
@@ -234,3 +242,13 @@ class Model:
             return self.network(mx.array([token_ids]), cache=cache.layers)
         with self._hooks.attention(attend), self._hooks.swiglu(swiglu):
             return self.network(mx.array([token_ids]), cache=cache.layers)
+
+
+def _is_worth_tracing(network: nn.Module, device: Device) -> bool:
+    """Say whether the host's work is much of a step, so that tracing pays.
+
+    On the CPU the host computes the products too. Beside those of a larger model what
+    tracing saves is little, and a C++ compiler has to run for some seconds first.
+    """
+    nbytes = sum(array.nbytes for _, array in tree_flatten(network.parameters()))
+    return device != "cpu" or nbytes <= TRACED_CPU_BYTES

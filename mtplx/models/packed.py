@@ -1,21 +1,21 @@
-"""Lets one forward read tokens of several requests, each with its own caches.
+"""Lets one forward read tokens of several parts, each with caches of its own.
 
-Every row of the batch is one token. Most requests have one row; the span of a prompt
-may come along with a row for each of its tokens. For the time of one forward a layer's
-caches are replaced by one stand-in, of one of two kinds:
+Every row of the batch is one token. A part is a group of streams (``group.py``), with a
+row for each of them, or one sequence with caches of its own: the span of a prompt, with
+a row for each of its tokens, or a stream that no group can hold. For the time of one
+forward a layer's caches are replaced by one stand-in, of one of two kinds:
 
-* keys and values: ``RowCaches`` writes the rows of each request into its own mlx-lm
-  cache and answers with an opaque handle; attention, hooked where the network's modules
-  look it up, takes the handle apart and runs once per request. Nothing is padded or
-  moved.
+* keys and values: ``PartCaches`` hands the rows of each part to the part's own cache
+  and answers with an opaque handle; attention, hooked where the network's modules look
+  it up, takes the handle apart and runs once per part. Nothing is padded or moved.
 * recurrent state: it has one size for all, so the states are joined into one cache for
   this forward and given back after it.
 
 A layer that computes on the keys itself, as latent attention does, cannot work with a
-handle. Its mixer (the module that takes the cache) is then called once per request,
-and only what surrounds it is shared. Which way suits a network is decided in
-``batch.py``. Hooks exist only inside ``one_call_per_row``; nothing of mlx-lm stays
-changed. Runs on the thread that owns MLX.
+handle. Its mixer (the module that takes the cache) is then called once per part, and
+only what surrounds it is shared. Which way suits a network is decided in ``batch.py``.
+Hooks exist only inside ``one_call_per_part``; nothing of mlx-lm stays changed. Runs on
+the thread that owns MLX.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import functools
 import inspect
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
 
@@ -32,169 +33,153 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from mtplx.models.cpu import Hooks, attend, swiglu
+from mtplx.models.group import flat
 
 
-class PerRequest:
-    """A handle: one value for each request, which the network only passes on.
+@dataclass(frozen=True)
+class Part:
+    """Rows of a forward that share caches.
+
+    Attributes:
+        layers: Caches, one for each layer.
+        rows: How many.
+        is_span: They are one sequence's, in order; else each row is a stream.
+    """
+
+    layers: Sequence[Any]
+    rows: int
+    is_span: bool
+
+
+class PerPart:
+    """A handle: one value for each part, which the network only passes on.
 
     Args:
-        values: In the order of the requests.
+        values: In the order of the parts.
         layer: Knows which rows are whose.
     """
 
-    def __init__(self, values: list[Any], layer: RowCaches) -> None:
+    def __init__(self, values: list[Any], layer: PartCaches) -> None:
         self.values = values
         self.layer = layer
 
 
-class RowCaches:
-    """Stands for the caches that several requests have for one layer.
+class PartCaches:
+    """Stands for the caches that several parts have for one layer.
 
     Args:
-        caches: One mlx-lm cache per request; these do all the work.
-        counts: Rows of each request.
+        caches: One cache for each part; these do all the work.
+        parts: The parts.
         offsets: ``[rows]`` int32, the position of each row: for the rotary embedding.
     """
 
-    def __init__(self, caches: list[Any], counts: Sequence[int], offsets: mx.array) -> None:
+    def __init__(self, caches: list[Any], parts: Sequence[Part], offsets: mx.array) -> None:
         self.caches = caches
-        self.counts = counts
+        self.parts = parts
         self.offset = offsets
-        self._cuts = list(accumulate(counts[:-1]))
+        self._cuts = _cuts(parts)
 
-    def make_mask(self, length: int, *args: Any, **kwargs: Any) -> PerRequest | None:
+    def make_mask(self, length: int, *args: Any, **kwargs: Any) -> PerPart | None:
         """Return a handle to each cache's own mask, or None if none has one."""
         assert length == 1, "every row is one token"
         masks = [
-            cache.make_mask(count, *args, **kwargs)
-            for cache, count in zip(self.caches, self.counts, strict=True)
+            cache.make_mask(part.rows if part.is_span else 1, *args, **kwargs)
+            for cache, part in zip(self.caches, self.parts, strict=True)
         ]
-        return None if all(mask is None for mask in masks) else PerRequest(masks, self)
+        return None if all(mask is None for mask in masks) else PerPart(masks, self)
 
-    def update_and_fetch(
-        self, keys: mx.array, values: mx.array
-    ) -> tuple[PerRequest, PerRequest]:
-        """Write each request's rows, ``[rows, heads, 1, dim]``, into its own cache."""
-        parts = zip(self.caches, self.part(keys), self.part(values), strict=True)
-        fetched = [cache.update_and_fetch(key, value) for cache, key, value in parts]
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PerPart, PerPart]:
+        """Write each part's rows, ``[rows, heads, 1, dim]``, into its own cache."""
+        parted = zip(self.caches, self.part(keys), self.part(values), strict=True)
+        fetched = [cache.update_and_fetch(key, value) for cache, key, value in parted]
         self.offset = self.offset + 1
         return self._handles(fetched)
 
-    def keys_and_values(self) -> tuple[PerRequest, PerRequest]:
+    def keys_and_values(self) -> tuple[PerPart, PerPart]:
         """Return handles for a layer that attends to another layer's keys."""
         return self._handles([cache.keys_and_values() for cache in self.caches])
 
-    def _handles(self, fetched: list[tuple[Any, Any]]) -> tuple[PerRequest, PerRequest]:
+    def _handles(self, fetched: list[tuple[Any, Any]]) -> tuple[PerPart, PerPart]:
         keys, values = ([pair[side] for pair in fetched] for side in (0, 1))
-        return PerRequest(keys, self), PerRequest(values, self)
+        return PerPart(keys, self), PerPart(values, self)
 
     def part(self, rows: mx.array) -> list[mx.array]:
-        """Turn ``[rows, heads, 1, dim]`` into ``[1, heads, count, dim]`` per request."""
-        parts = cast(list[mx.array], mx.split(rows, self._cuts))
+        """Turn ``[rows, heads, 1, dim]`` into ``[rows, heads, 1, dim]`` for each group,
+        and ``[1, heads, rows, dim]`` for each span."""
         return [
-            part if count == 1 else part.swapaxes(0, 2)
-            for part, count in zip(parts, self.counts, strict=True)
+            piece.swapaxes(0, 2) if part.is_span else piece
+            for piece, part in zip(mx.split(rows, self._cuts), self.parts, strict=True)
         ]
 
-    def join(self, parts: list[mx.array]) -> mx.array:
+    def join(self, pieces: list[mx.array]) -> mx.array:
         """Undo ``part``."""
         return mx.concatenate(
             [
-                part if count == 1 else part.swapaxes(0, 2)
-                for part, count in zip(parts, self.counts, strict=True)
+                piece.swapaxes(0, 2) if part.is_span else piece
+                for piece, part in zip(pieces, self.parts, strict=True)
             ]
         )
-
-
-def _split(array: mx.array) -> list[mx.array]:
-    return cast(list[mx.array], mx.split(array, array.shape[0]))
 
 
 class PackedLayers:
     """The stand-ins for all layers, for one forward.
 
     Args:
-        requests: For each request its caches, one for each layer.
-        counts: Rows of each; more than one only where ``takes_spans`` is true of them.
-        merge: Join keys and values too, with mlx-lm's padded batch caches.
+        parts: A span of several rows only where ``takes_spans`` is true of its caches.
+        offsets: ``[rows]`` int32, the position of each row.
 
     Attributes:
         layers: What the forward takes.
-        leaves: The requests' own caches that it will write to.
     """
 
-    def __init__(
-        self, requests: Sequence[Sequence[Any]], counts: Sequence[int], *, merge: bool
-    ) -> None:
-        self._counts = counts
-        self._merge = merge
-        self._offsets: dict[tuple[int, ...], mx.array] = {}
+    def __init__(self, parts: Sequence[Part], offsets: mx.array) -> None:
+        self._parts = parts
+        self._offsets = offsets
         self._joined: list[tuple[list[Any], Any]] = []
-        self.leaves: list[Any] = []
-        self.layers = [self._pack(list(rows)) for rows in zip(*requests, strict=True)]
+        trees = zip(*(part.layers for part in parts), strict=True)
+        self.layers = [self._pack([*caches]) for caches in trees]
 
-    def _pack(self, rows: list[Any]) -> Any:
-        if isinstance(rows[0], CacheList):
-            parts = zip(*(row.caches for row in rows), strict=True)
-            return CacheList(*(self._pack(list(part)) for part in parts))
-        self.leaves += rows
-        if isinstance(rows[0], ArraysCache):
-            stand_in = _join_states(rows)
-        elif self._merge:
-            stand_in = type(rows[0]).merge(rows)
-        else:
-            offsets = tuple(row.offset for row in rows)
-            if offsets not in self._offsets:
-                self._offsets[offsets] = _positions(offsets, self._counts)
-            return RowCaches(rows, self._counts, self._offsets[offsets])
-        self._joined.append((rows, stand_in))
-        return stand_in
+    def _pack(self, caches: list[Any]) -> Any:
+        if isinstance(caches[0], CacheList):
+            inner = zip(*(each.caches for each in caches), strict=True)
+            return CacheList(*(self._pack([*part]) for part in inner))
+        if not isinstance(caches[0], ArraysCache):
+            return PartCaches(caches, self._parts, self._offsets)
+        joined = _join_states(caches)
+        self._joined.append((caches, joined))
+        return joined
 
     def give_back(self) -> None:
-        """Put joined state back into the requests' own caches, in memory of its own."""
-        for rows, stand_in in self._joined:
-            if isinstance(stand_in, ArraysCache):
-                _part_states(stand_in, rows)
-            else:
-                for index, row in enumerate(rows):
-                    row.__dict__.update(stand_in.extract(index).__dict__)
+        """Put joined state back into the parts' own caches."""
+        for caches, joined in self._joined:
+            for slot, state in enumerate(joined.cache):
+                if state is None:
+                    continue
+                pieces = mx.split(state, _cuts(self._parts))
+                for cache, piece in zip(caches, pieces, strict=True):
+                    # A bare part would keep the state of every row in memory.
+                    cache[slot] = mx.contiguous(piece)
 
 
 def takes_spans(layers: Sequence[Any]) -> bool:
-    """Return whether a request with these caches may have several rows.
+    """Return whether a sequence with these caches may have several rows.
 
-    Recurrent state cannot: its rows would be read as requests of their own.
+    Recurrent state cannot: its rows would be read as sequences of their own.
     """
-    return all(
-        takes_spans(layer.caches)
-        if isinstance(layer, CacheList)
-        else not isinstance(layer, ArraysCache)
-        for layer in layers
-    )
+    return not any(isinstance(cache, ArraysCache) for cache in flat(layers))
 
 
-def _positions(offsets: Sequence[int], counts: Sequence[int]) -> mx.array:
-    positions: list[int] = []
-    for offset, count in zip(offsets, counts, strict=True):
-        positions += range(offset, offset + count)
-    return mx.array(positions, mx.int32)
+def _cuts(parts: Sequence[Part]) -> list[int]:
+    return [*accumulate(part.rows for part in parts[:-1])]
 
 
-def _join_states(rows: list[Any]) -> Any:
-    joined = type(rows[0])(len(rows[0].cache))
+def _join_states(caches: list[Any]) -> Any:
+    joined = type(caches[0])(len(caches[0].cache))
     for slot in range(len(joined.cache)):
-        states = [row[slot] for row in rows]
+        states = [cache[slot] for cache in caches]
         if any(state is not None for state in states):
             joined[slot] = mx.concatenate(states)
     return joined
-
-
-def _part_states(joined: Any, rows: list[Any]) -> None:
-    for slot, state in enumerate(joined.cache):
-        if state is not None:
-            for row, part in zip(rows, _split(state), strict=True):
-                # A bare part would keep the state of every row in memory.
-                row[slot] = mx.contiguous(part)
 
 
 # -- hooks ----------------------------------------------------------------------
@@ -248,18 +233,18 @@ def only_rows(norm: nn.Module, kept: slice | list[slice]) -> Iterator[None]:
 
 
 @contextmanager
-def one_call_per_row(hooks: Hooks, split: Sequence[nn.Module] = ()) -> Iterator[None]:
+def one_call_per_part(hooks: Hooks, split: Sequence[nn.Module] = ()) -> Iterator[None]:
     """Make handles work inside the block.
 
     Args:
         hooks: Of the network.
-        split: Mixers that are called once per row instead.
+        split: Mixers that are called once per part instead.
     """
     kinds = [type(mixer) for mixer in split]
     with hooks.attention(_attention), hooks.swiglu(swiglu):
         try:
             for mixer, kind in zip(split, kinds, strict=True):
-                mixer.__class__ = _by_row(cast(Hashable, kind))
+                mixer.__class__ = _by_part(cast(Hashable, kind))
             yield
         finally:
             for mixer, kind in zip(split, kinds, strict=True):
@@ -275,9 +260,9 @@ def _attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    if not isinstance(keys, PerRequest):
+    if not isinstance(keys, PerPart):
         return attend(queries, keys, values, cache, scale, mask, sinks)
-    if mask is not None and not isinstance(mask, PerRequest):
+    if mask is not None and not isinstance(mask, PerPart):
         raise TypeError("the network computes a mask of its own")
     nothing = [None] * len(keys.values)
     masks = nothing if mask is None else mask.values
@@ -296,43 +281,49 @@ def _attention(
 
 
 @functools.cache
-def _by_row(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass whose call runs once per row, each with its own cache."""
+def _by_part(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass whose call runs once per part, each with its own cache."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        count = max(map(_row_count, (*args, *kwargs.values())))
-        if not count:
+        parts = next(filter(None, map(_parts, (*args, *kwargs.values()))), None)
+        if parts is None:
             return kind.__call__(self, *args, **kwargs)
-        outputs = [
-            kind.__call__(
-                self,
-                *(_row(value, index, count) for value in args),
-                **{name: _row(value, index, count) for name, value in kwargs.items()},
+        ends = [*accumulate(part.rows for part in parts)]
+        outputs = []
+        for index, (part, end) in enumerate(zip(parts, ends, strict=True)):
+            rows = slice(end - part.rows, end)
+            outputs.append(
+                kind.__call__(
+                    self,
+                    *(_of_part(value, index, rows, ends[-1]) for value in args),
+                    **{
+                        name: _of_part(value, index, rows, ends[-1])
+                        for name, value in kwargs.items()
+                    },
+                )
             )
-            for index in range(count)
-        ]
         return _join_outputs(outputs)
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
-def _row_count(value: Any) -> int:
-    if isinstance(value, RowCaches):
-        return len(value.caches)
+def _parts(value: Any) -> Sequence[Part] | None:
+    if isinstance(value, PartCaches):
+        return value.parts
     if isinstance(value, CacheList):
-        return max(map(_row_count, value.caches))
-    return 0
+        return next(filter(None, map(_parts, value.caches)), None)
+    return None
 
 
-def _row(value: Any, index: int, count: int) -> Any:
-    if isinstance(value, RowCaches):
+def _of_part(value: Any, index: int, rows: slice, count: int) -> Any:
+    if isinstance(value, PartCaches):
         return value.caches[index]
-    if isinstance(value, PerRequest):
+    if isinstance(value, PerPart):
         return value.values[index]
     if isinstance(value, CacheList):
-        return CacheList(*(_row(part, index, count) for part in value.caches))
+        return CacheList(*(_of_part(part, index, rows, count) for part in value.caches))
     if isinstance(value, mx.array) and value.shape[:1] == (count,):
-        return value[index : index + 1]
+        return value[rows]
     return value
 
 

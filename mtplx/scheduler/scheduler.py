@@ -194,6 +194,7 @@ class Scheduler:
         shared_s = 0.0
         if result.decode_s is not None:
             shared_s = self._learn_decode(step, result, result.decode_s)
+        if result.decode_s is not None or result.under_way:
             for request_id in step.decoding:
                 if request_id in self._decoding and request_id not in result.failed:
                     self._decoding[request_id].decoded_tokens += 1

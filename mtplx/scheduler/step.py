@@ -79,19 +79,21 @@ class StepResult:
     Attributes:
         decode_s: Seconds of the iteration that were not spent in spans of their own: the
             decode forward, a span that shared it, sampling, sending. None when the
-            decode did not run.
+            decode did not run, or nobody knows yet how long it takes.
         span_s: Seconds of each span of the step, in its order; None, or missing at the
             end, for a span that was not computed. It is scheduled again unless its
             request failed. For a span that shared the decode's forward 0 says that it
             was computed; its time is in ``decode_s``.
         finished: Requests that ended as they should (end token, length, stop string).
         failed: Requests that ended with an error.
+        under_way: The decode was handed to the device, which still computes it.
     """
 
     decode_s: float | None = None
     span_s: tuple[float | None, ...] = ()
     finished: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
+    under_way: bool = False
 
 
 class Outcome(StrEnum):

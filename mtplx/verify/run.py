@@ -86,7 +86,8 @@ def verify(
     ways = Ways(model, reference, window, shared_tokens=tokens * 2 // 3)
     in_parts: dict[str, Callable[[Tally], Reach]] = {
         "chunked": ways.chunked,
-        "batched": ways.batched,
+        "batched, together": ways.together,
+        "batched, apart": ways.apart,
         "shared span": ways.shared_span,
         "warm": ways.warm,
         "memory, borrowed": ways.borrowed,
@@ -99,10 +100,13 @@ def verify(
             checks.append(Check(name, "not possible", note=whole))
         else:
             checks.append(_run(name, way, Tally(reference)))
-    on_start("engine")
-    checks.append(
-        _run("engine", lambda t: Served(model, reference, window).run(t), Tally(reference))
-    )
+    for name, overlaps in (("engine", False), ("engine, overlapped", True)):
+        on_start(name)
+
+        def served(tally: Tally, overlaps: bool = overlaps) -> Reach:
+            return Served(model, reference, window, overlaps=overlaps).run(tally)
+
+        checks.append(_run(name, served, Tally(reference)))
     return checks
 
 

@@ -65,9 +65,12 @@ class Served:
         model: Under test.
         reference: What must come out.
         window: Longest span in tokens.
+        overlaps: The next step begins before the tokens of the last one are read.
     """
 
-    def __init__(self, model: Model, reference: Reference, window: int) -> None:
+    def __init__(
+        self, model: Model, reference: Reference, window: int, *, overlaps: bool
+    ) -> None:
         if model.tokenizer is None:
             raise NotPossibleError("The engine needs a tokenizer, and the model has none.")
         self._reference = reference
@@ -75,8 +78,11 @@ class Served:
             model,
             Tokenizer(model.tokenizer),
             SessionBank(),
-            Settings.model_validate({"prefill_window": window}),
+            Settings.model_validate({"prefill_window": window, "overlap_decode": overlaps}),
         )
+        if overlaps and not self._core.decoder.forms_groups:
+            raise NotPossibleError("What was computed ahead could not be dropped.")
+        self._overlaps = overlaps
         self._clients: dict[str, _Client] = {}
 
     def run(self, tally: Tally) -> Reach:
@@ -108,7 +114,13 @@ class Served:
             require(spans > 1, "The prompt was not split.")
             require(restored > 0, "The second request restored nothing.")
             reach["restored by the next turn"] = self._next_turn(tally)
-        return {**reach, "iterations": self._core.iterations}
+        overlapped = self._core.overlapped_steps
+        require(not self._overlaps or overlapped > 0, "No step was overlapped.")
+        return {
+            **reach,
+            "iterations": self._core.iterations,
+            "overlapped steps": overlapped,
+        }
 
     def _next_turn(self, tally: Tally) -> int:
         """Go on from the middle of the answer; return the tokens that were restored."""

@@ -65,17 +65,34 @@ class Ways:
         self._follow(tally, [prefill.cache])
         return {"spans": len(spans), "longest span": max(spans)}
 
-    def batched(self, tally: Tally) -> Reach:
-        """Decode beside two streams of other lengths, which are compared too."""
+    def together(self, tally: Tally) -> Reach:
+        """Decode beside two streams of other lengths, in one allocation with them."""
         decoder = BatchDecoder(self._model)
+        if not decoder.forms_groups:
+            raise NotPossibleError("The streams of this model lie in no groups.")
+        caches = self._batched(decoder, tally)
+        groups = {id(cache.place and cache.place[0]) for cache in caches}
+        require(len(groups) == 1, "The streams lay apart.")
+        return {**self._steps(caches), "traced": str(decoder.traces)}
+
+    def apart(self, tally: Tally) -> Reach:
+        """The same, each stream in an allocation of its own."""
+        decoder = BatchDecoder(self._model)
+        decoder.holds = lambda nbytes: False
+        caches = self._batched(decoder, tally)
+        return {**self._steps(caches), "mode": decoder.mode}
+
+    def _batched(self, decoder: BatchDecoder, tally: Tally) -> list[PromptCache]:
         prefill = self._start(self._prompt, None)
         prefill.run()
         caches = [prefill.cache, *self._streams()]
         tally.add(len(self._prompt) - 1, prefill.cache.logits)
-        steps = len(self._reference.answer) - 1
-        for _ in range(steps):
+        for _ in self._reference.answer[:-1]:
             self._step(decoder, caches, tally)
-        return {"rows": len(caches), "steps": steps, "mode": decoder.mode}
+        return caches
+
+    def _steps(self, caches: Sequence[PromptCache]) -> Reach:
+        return {"rows": len(caches), "steps": len(self._reference.answer) - 1}
 
     def shared_span(self, tally: Tally) -> Reach:
         """Read the prompt in spans that share the forwards of two streams."""

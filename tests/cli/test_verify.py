@@ -34,7 +34,7 @@ def test_the_certificate_of_a_folder(folder, tmp_path):
         assert f"│ {name} " in shown
     for words in ("model      tiny, float32, fingerprint ", "96 tokens and 4 new", "0.001"):
         assert words in shown
-    assert "PASSED: 9 checks" in shown
+    assert "PASSED: 11 checks" in shown
     assert "restored tokens 64" in shown
     found = json.loads(report.read_text())
     assert found["passed"]

@@ -7,6 +7,7 @@ import queue
 import pytest
 
 from mtplx.engine.running import RunningRequest
+from mtplx.engine.sampling import draw_tokens
 from mtplx.errors import UnsupportedFieldError
 from mtplx.scheduler.step import Stall
 from mtplx.session import SessionBank
@@ -53,7 +54,9 @@ def test_the_scored_prompt_comes_once_and_before_the_answer():
     client = Client()
     running = started(client, tokens=1, logprobs=2, prompt_logprobs=True)
     read(running)
-    running.accept(int(running.draw()), None)
+    logits = running.prefill.cache.logits[None]
+    token = draw_tokens(logits, [running.draw()])
+    running.accept(running.scored(logits, token, token).item(), None)
     running.finish(Stall())
     prompt, delta, end = events(client)
     assert isinstance(prompt, PromptLogprobs)

@@ -8,7 +8,7 @@ from collections import Counter
 import mlx.core as mx
 import pytest
 
-from mtplx.engine.sampling import NOT_A_NUMBER, Sampler
+from mtplx.engine.sampling import NOT_A_NUMBER, Draw, Sampler, draw_tokens
 from mtplx.types import SamplingParams
 
 # Probabilities 0.5, 0.25, 0.15, 0.1
@@ -19,7 +19,8 @@ def drawn(logits=LOGITS, *, prompt=(), generated=(), allowed=None, draws=400, **
     """Return how often each token is drawn."""
     sampler = Sampler(SamplingParams(seed=1, **settings), prompt)
     mask = None if allowed is None else mx.array([token in allowed for token in range(4)])
-    return Counter(sampler.draw(logits, generated, mask).item() for _ in range(draws))
+    draw = Draw(sampler, generated, mask)
+    return Counter(draw_tokens(logits[None], [draw]).item() for _ in range(draws))
 
 
 def test_temperature_0_takes_the_most_likely():
@@ -137,10 +138,44 @@ def test_the_logits_stay_as_they_were():
 @pytest.mark.parametrize("seed", [0, 2**63, 2**64 + 5, -1])
 def test_any_whole_number_is_a_seed(seed):
     sampler = Sampler(SamplingParams(seed=seed))
-    assert sampler.draw(LOGITS, ()).item() in range(4)
+    assert draw_tokens(LOGITS[None], [Draw(sampler)]).item() in range(4)
 
 
 def test_logits_that_are_not_numbers_give_no_token():
     for settings in (SamplingParams(), SamplingParams(temperature=0)):
-        drawn = Sampler(settings).draw(mx.array([0.0, mx.nan]), ())
-        assert drawn.item() == NOT_A_NUMBER
+        logits = mx.array([[0.0, mx.nan], [0.0, -mx.inf]])
+        drawn = draw_tokens(logits, [Draw(Sampler(settings)) for _ in range(2)])
+        assert drawn.tolist() == [NOT_A_NUMBER, 0]
+
+
+SETTINGS = [
+    {"temperature": 0},
+    {},
+    {"temperature": 0, "logit_bias": ((3, 100.0),)},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 3},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 3, "presence_penalty": 1.0},
+    {"min_p": 0.1, "repetition_penalty": 1.3},
+]
+
+
+def test_rows_draw_together_what_they_draw_alone():
+    """Whatever the settings of the others, and wherever they stand."""
+    logits = mx.random.normal((12, 50), key=mx.random.key(3))
+    wanted = [SETTINGS[row % len(SETTINGS)] for row in range(12)]
+
+    def draw(row, sampler, allowed=None):
+        mask = mx.arange(50) % 2 == 0 if row == 7 else None
+        return Draw(sampler, [row, row, 2], mask)
+
+    def samplers():
+        return [
+            Sampler(SamplingParams(seed=row, **more), [row, 4])
+            for row, more in enumerate(wanted)
+        ]
+
+    together, alone = samplers(), samplers()
+    for _ in range(5):
+        found = draw_tokens(logits, [draw(*pair) for pair in enumerate(together)])
+        for row, sampler in enumerate(alone):
+            one = draw_tokens(logits[row : row + 1], [draw(row, sampler)])
+            assert found[row].item() == one.item()
