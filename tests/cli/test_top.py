@@ -70,8 +70,8 @@ def test_it_shows_what_happens_and_quits_on_q(server, top):
     child.expect_exact("Nothing is kept yet.")
     name = chat(server)
     child.expect(f"{name[:4]} +done")
-    child.expect(rf"{name[:4]} stop, \d s ago .* {ANSWER_TOKENS} tokens")
-    child.expect(r"0–\d+ [\d.]+ K?i?B, restored 1 times  <user>He")
+    child.expect(rf"{name[:4]} \S*stop, \d s ago .* {ANSWER_TOKENS} tokens")
+    child.expect(r"0–\d+\S* [\d.]+ K?i?B, restored 1 times\S*\s+\S*<user>He")
     assert len(server.engine.sinks) == 1
     child.send("q")
     child.expect(pexpect.EOF)
