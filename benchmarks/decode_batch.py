@@ -39,11 +39,12 @@ def filled(model: Model, depths: list[int]) -> list[PromptCache]:
     return [copy.deepcopy(by_depth[depth]) for depth in depths]
 
 
-def own_caches(
-    model: Model, caches: list[PromptCache], mode: BatchMode
+def ours(
+    model: Model, caches: list[PromptCache], *, mode: BatchMode, together: bool
 ) -> Callable[[], None]:
     decoder = BatchDecoder(model)
     decoder.mode = mode
+    decoder.holds = lambda nbytes: together
     caches = copy.deepcopy(caches)
 
     def step() -> None:
@@ -77,9 +78,9 @@ def main() -> None:
     print(f"{model.name}: mode {mode}, chosen in {time.perf_counter() - begin_s:.2f} s")
     caches = filled(model, options.depths)
     ways = {
-        f"own caches ({mode})": own_caches(model, caches, mode),
-        "own caches, a forward each": own_caches(model, caches, "rows"),
-        "own caches, joined in each step": own_caches(model, caches, "merged"),
+        "those of like length together": ours(model, caches, mode=mode, together=True),
+        f"each apart ({mode})": ours(model, caches, mode=mode, together=False),
+        "each apart, a forward each": ours(model, caches, mode="rows", together=False),
         "mlx-lm batch cache": padded_batch(model, caches),
     }
     times_s: dict[str, list[float]] = {name: [] for name in ways}

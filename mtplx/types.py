@@ -358,9 +358,12 @@ class EngineStatus:
         waiting: Requests that have not started.
         running: Requests that have started and not ended.
         iterations: Iterations so far.
-        batch_mode: How running streams share a forward (``packed``, ``mixer``,
-            ``merged`` or ``rows``).
-        batch_fallback_reason: Why it is one of the slow ones; None where it is not.
+        batch_mode: How parts of a step share a forward (``packed``, ``mixer`` or
+            ``rows``).
+        batch_fallback_reason: Why it is one of the slow ones, why streams of like length
+            do not lie together, or why forwards are not replayed; None where all is as
+            fast as can be.
+        overlapped_steps: Decodes that began before the tokens of the last one were read.
         chunked_prefill: Prompts are read in spans.
         chunked_prefill_reason: Why they are not; None where they are.
         itl: Gaps between the tokens of all streams.
@@ -384,6 +387,7 @@ class EngineStatus:
     iterations: int = 0
     batch_mode: str = "rows"
     batch_fallback_reason: str | None = None
+    overlapped_steps: int = 0
     chunked_prefill: bool = True
     chunked_prefill_reason: str | None = None
     itl: ItlSummary = ItlSummary()
@@ -489,9 +493,8 @@ class BankView:
 
     Attributes:
         nodes: Each one behind its parent.
-        left_out: How many others there are; ``left_out_bytes``, theirs.
+        left_out: How many others there are.
     """
 
     nodes: tuple[BankNode, ...] = ()
     left_out: int = 0
-    left_out_bytes: int = 0

@@ -18,7 +18,7 @@ from mtplx.errors import KVBudgetError
 from mtplx.generation import PromptPrefill
 from mtplx.models import Model
 from mtplx.scheduler.scheduler import Scheduler
-from mtplx.session import SessionBank
+from mtplx.session import Lookup, SessionBank
 from mtplx.session.state import TokenRun
 from mtplx.session.tree import as_run, common_length
 from mtplx.types import GenerationRequest, StateKey
@@ -39,6 +39,8 @@ class Waiting:
     Attributes:
         key: What its state is filed under.
         tokens: Its prompt, ``[n]`` int32.
+        lookup: What the bank has of it, in the queue and when it starts: nothing for
+            whoever wants the logits of all of it. None without a bank.
         reader: The request that is reading the same prompt, and is waited for.
         needs: Tokens that ``reader`` must have computed.
     """
@@ -47,6 +49,7 @@ class Waiting:
     on_event: EventSink
     key: StateKey
     tokens: TokenRun
+    lookup: Lookup | None
     reader: str | None = None
     needs: int = 0
 
@@ -102,13 +105,13 @@ class Admission:
             MtplxError: What is wrong with it; it is not queued.
         """
         self.check(len(request.prompt.token_ids))
-        waiting = Waiting(
-            request,
-            on_event,
-            replace(self._model.state_key, namespace=request.namespace),
-            as_run(request.prompt.token_ids),
-        )
-        restorable = self._restorable(waiting)
+        key = replace(self._model.state_key, namespace=request.namespace)
+        tokens = as_run(request.prompt.token_ids)
+        lookup = None
+        if self._bank is not None:
+            lookup = self._bank.look_up(key, () if request.prompt_logprobs else tokens)
+        waiting = Waiting(request, on_event, key, tokens, lookup)
+        restorable = _restorable(waiting)
         self._scheduler.add(
             request.request_id,
             prompt_tokens=len(waiting.tokens),
@@ -134,7 +137,7 @@ class Admission:
         """Let requests go on whose state has come from the disk."""
         for request_id in request_ids:
             if waiting := self._waiting.get(request_id):
-                self._scheduler.expect_cached(request_id, self._restorable(waiting))
+                self._scheduler.expect_cached(request_id, _restorable(waiting))
 
     def next(self, reading: Mapping[str, PromptPrefill]) -> Waiting | None:
         """Return the request that is to start now; it stays until ``remove``.
@@ -145,7 +148,7 @@ class Admission:
         self._let_go(reading)
         while (request_id := self._scheduler.next_to_start()) is not None:
             waiting = self._waiting[request_id]
-            restorable = self._restorable(waiting)
+            restorable = _restorable(waiting)
             if restorable != self._scheduler.expected_cached(request_id):
                 # The bank has changed since the request came; that may change the order.
                 self._scheduler.expect_cached(request_id, restorable)
@@ -160,11 +163,6 @@ class Admission:
         answer = min(request.max_new_tokens, ANSWER_TOKENS)
         return min(len(request.prompt.token_ids) + answer, self._model.context_length)
 
-    def _restorable(self, waiting: Waiting) -> int:
-        if self._bank is None or waiting.request.prompt_logprobs:
-            return 0
-        return self._bank.match(waiting.key, waiting.tokens).length
-
     def _let_go(self, reading: Mapping[str, PromptPrefill]) -> None:
         for request_id, waiting in self._waiting.items():
             if waiting.reader is None:
@@ -172,7 +170,7 @@ class Admission:
             prefill = reading.get(waiting.reader)
             if prefill is None or prefill.kept_tokens >= waiting.needs:
                 waiting.reader = None
-                self._scheduler.expect_cached(request_id, self._restorable(waiting))
+                self._scheduler.expect_cached(request_id, _restorable(waiting))
 
     def _is_read_by_another(
         self, waiting: Waiting, restorable: int, reading: Mapping[str, PromptPrefill]
@@ -183,9 +181,13 @@ class Admission:
         for request_id, prefill in reading.items():
             if prefill.key != waiting.key or prefill.complete or prefill.scores:
                 continue
-            common = common_length(as_run(prefill.prompt.token_ids), waiting.tokens)
+            common = common_length(prefill.tokens, waiting.tokens)
             usable = prefill.plan.resumable(min(common, len(waiting.tokens) - 1))
             if usable - restorable >= WORTH_WAITING_TOKENS:
                 waiting.reader, waiting.needs = request_id, usable
                 return True
         return False
+
+
+def _restorable(waiting: Waiting) -> int:
+    return 0 if waiting.lookup is None else waiting.lookup.match.length

@@ -320,6 +320,7 @@ class EngineCore:
                     window=self._window,
                     tail_grid=self._tail_grid,
                     state_tokens=self.admission.state_tokens(request),
+                    lookup=waiting.lookup,
                     grammars=self._grammars,
                 )
             except KVBudgetError as error:

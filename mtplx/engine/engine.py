@@ -27,7 +27,6 @@ from mtplx.engine.running import EventSink
 from mtplx.errors import EngineUnavailableError, MtplxError, QueueFullError
 from mtplx.session import SessionBank
 from mtplx.session.disk import DiskTier
-from mtplx.session.view import view
 from mtplx.text.tokenizer import Tokenizer
 from mtplx.types import (
     BankView,
@@ -242,7 +241,7 @@ class Engine:
         Raises:
             EngineUnavailableError: The engine has stopped. Also from the future.
         """
-        return self._ask(lambda: view(self._bank.trees))
+        return self._ask(self._bank.view)
 
     def status(self) -> EngineStatus:
         """Return the counters of this moment. What differs between models (how they
@@ -258,6 +257,7 @@ class Engine:
             iterations=self._models.iterations,
             batch_mode=first.decoder.mode,
             batch_fallback_reason=first.decoder.fallback_reason,
+            overlapped_steps=sum(core.overlapped_steps for core in cores),
             chunked_prefill=first.chunking_problem is None,
             chunked_prefill_reason=first.chunking_problem,
             itl=first.gaps.summary(),

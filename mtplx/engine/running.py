@@ -23,7 +23,7 @@ from mtplx.metrics import StreamMetrics
 from mtplx.models import Model
 from mtplx.scheduler.itl import ItlRecorder
 from mtplx.scheduler.step import Stall
-from mtplx.session import SessionBank
+from mtplx.session import Lookup, SessionBank
 from mtplx.text.tokenizer import Tokenizer
 from mtplx.types import (
     Event,
@@ -51,6 +51,7 @@ class RunningRequest:
         bank: The engine's; None keeps nothing.
         window: Longest prefill span in tokens.
         tail_grid: Grid on which the tail is cut.
+        lookup: Where the bank was asked before.
         grammars: The engine's; None where the tokenizer can't be held to grammars.
 
     Attributes:
@@ -72,6 +73,7 @@ class RunningRequest:
         window: int,
         tail_grid: int,
         state_tokens: int = 0,
+        lookup: Lookup | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         self.request = request
@@ -102,6 +104,7 @@ class RunningRequest:
             namespace=request.namespace,
             state_tokens=state_tokens,
             score=None if self._prompt_scores is None else self._prompt_scores.add,
+            lookup=lookup,
         )
 
         clock = self.prefill.clock

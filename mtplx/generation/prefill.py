@@ -32,7 +32,9 @@ from mtplx.models.cache import (
     resume_cache,
     take_snapshot,
 )
-from mtplx.session import Lease, Match, SessionBank
+from mtplx.session import Lease, Lookup, Match, SessionBank
+from mtplx.session.state import TokenIds
+from mtplx.session.tree import as_run
 from mtplx.types import Prompt
 
 
@@ -84,8 +86,10 @@ class PromptPrefill:
         namespace: State is shared only within it.
         state_tokens: Tokens, answer included, that memory is reserved for at first.
         score: Gets the logits of the prompt; nothing is restored then.
+        lookup: Where the bank was asked before, if it was.
 
     Attributes:
+        tokens: The prompt as the bank takes it, ``[n]`` int32.
         cache: Complete up to ``cache.offset``.
         plan: Edges, snapshots and spans, decided here once.
         clock: What it cost so far.
@@ -108,9 +112,11 @@ class PromptPrefill:
         namespace: str = "",
         state_tokens: int = 0,
         score: Score | None = None,
+        lookup: Lookup | None = None,
     ) -> None:
         self.model = model
         self.prompt = prompt
+        self.tokens = as_run(prompt.token_ids)
         self.bank = bank
         self.key = replace(model.state_key, namespace=namespace)
         self.clock = PrefillClock(len(prompt.token_ids), arrival_s)
@@ -118,7 +124,7 @@ class PromptPrefill:
         self._score = score
         self._reserved_tokens = max(state_tokens, len(prompt.token_ids))
         self._lease: Lease | None = None
-        self._start()
+        self._start(lookup)
         match = self._lease.match if self._lease else Match(0, 0, "disabled")
         self.clock.restored(
             self.cache.offset,
@@ -139,14 +145,16 @@ class PromptPrefill:
         self.kept_tokens = self.cache.offset
         self._snapshots: dict[int, LayerSnapshot] = {}
 
-    def _start(self) -> None:
+    def _start(self, lookup: Lookup | None) -> None:
         """Restore what can be, in the bank's own buffer if nobody else runs there."""
         length = 0
         if self.bank is not None:
             nbytes = self.model.state_size.nbytes(self._reserved_tokens)
-            # Whoever wants all logits computes all of the prompt.
-            wanted = self.prompt.token_ids if self._score is None else ()
-            self._lease = self.bank.acquire(self.key, wanted, reserve_bytes=nbytes)
+            if lookup is None:
+                # Whoever wants all logits computes all of the prompt.
+                wanted = self.tokens if self._score is None else ()
+                lookup = self.bank.look_up(self.key, wanted)
+            self._lease = lookup.acquire(nbytes)
             length = self._lease.match.length
         if self._lease is None or length == 0:
             self.cache = self.model.new_cache()
@@ -235,9 +243,9 @@ class PromptPrefill:
         any_prefix = self.key.any_prefix
         end = self.cache.offset if any_prefix else max(self._snapshots, default=0)
         if end > self.kept_tokens:
-            self.store(self.prompt.token_ids[:end])
+            self.store(self.tokens[:end])
 
-    def store(self, token_ids: Sequence[int]) -> None:
+    def store(self, token_ids: TokenIds) -> None:
         """Give the bank the state of everything computed so far. Nothing is copied.
 
         Args:

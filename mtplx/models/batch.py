@@ -146,8 +146,8 @@ class BatchDecoder:
 
     Attributes:
         mode: The way that is used.
-        fallback_reason: Why it is ``rows``, or why no groups are formed; None where all
-            is as fast as can be.
+        fallback_reason: Why it is ``rows``, why no groups are formed, or why forwards
+            are not replayed; None where all is as fast as can be.
         takes_spans: A span may share the forward of a decode. What that saves is
             reading the weights once more, most of what a short span costs.
         traces: Forwards are traced and replayed.
@@ -571,6 +571,7 @@ class BatchDecoder:
         for count, together in ((1, False), (_TRIAL_ROWS, False), (_TRIAL_ROWS, True)):
             reason = self._try(trial, together=together, count=count)
             if reason is not None:
+                self.fallback_reason = self.fallback_reason or f"traced: {reason}"
                 logger.warning(
                     "Forwards of %s are built anew in every step, which costs the host "
                     "time: tracing them fails (%s).",

@@ -209,7 +209,6 @@ class LiveWatch:
                 for node in bank.nodes
             ],
             "left_out": bank.left_out,
-            "left_out_bytes": bank.left_out_bytes,
         }
 
     def _text(self, node: BankNode) -> str | None:

@@ -63,7 +63,6 @@ class LiveBank(TypedDict):
 
     nodes: list[LiveBankNode]
     left_out: int
-    left_out_bytes: int
 
 
 class LiveEvent(TypedDict):

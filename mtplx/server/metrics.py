@@ -164,6 +164,11 @@ _GAUGES = (
 )
 _COUNTERS = (
     _Number("iterations", "Of the engine.", lambda s: s.iterations),
+    _Number(
+        "overlapped_steps",
+        "Decodes begun before the last tokens were read.",
+        lambda s: s.overlapped_steps,
+    ),
     _Number("itl_misses", "Gaps longer than their target.", lambda s: s.itl.misses),
     _Number("bank_evictions", "Nodes removed to make room.", lambda s: s.bank_evictions),
     _Number("bank_thinned", "Snapshots removed to make room.", lambda s: s.bank_thinned),

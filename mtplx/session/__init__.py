@@ -2,6 +2,6 @@
 
 from mtplx.session.bank import SessionBank
 from mtplx.session.lease import Lease
-from mtplx.session.match import Match
+from mtplx.session.match import Lookup, Match
 
-__all__ = ["Lease", "Match", "SessionBank"]
+__all__ = ["Lease", "Lookup", "Match", "SessionBank"]

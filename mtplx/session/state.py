@@ -25,7 +25,7 @@ class Buffer(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, spare room included."""
+        """Bytes allocated, spare room included. It changes only while a request runs."""
 
     def copy(self, start: int, end: int) -> Rows:
         """Return rows ``[start, end)`` in a buffer of their own."""
@@ -43,7 +43,8 @@ class Rows(Protocol):
         """The first one's index in the buffer."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """In proportion to their number: all rows of a buffer weigh the same."""
 
     def __len__(self) -> int: ...
 

@@ -38,6 +38,7 @@ STATUS = EngineStatus(
     waiting=101,
     running=102,
     iterations=103,
+    overlapped_steps=116,
     batch_mode="rows",
     batch_fallback_reason='a "reason"',
     itl=ItlSummary(

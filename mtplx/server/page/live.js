@@ -148,9 +148,7 @@ function drawBank() {
   const { runs } = runsOf(bank.nodes);
   const tokens = runs.reduce((sum, run) => sum + run.end - run.start, 0);
   const size = runs.reduce((sum, run) => sum + run.bytes, 0);
-  const more = bank.left_out
-    ? ` · and ${plural(bank.left_out, "run")} more, ${bytes(bank.left_out_bytes)}`
-    : "";
+  const more = bank.left_out ? ` · and ${plural(bank.left_out, "run")} more` : "";
   byId("tree-sum").textContent = runs.length
     ? `${plural(tokens, "token")} · ${bytes(size)}${more}`
     : "";
