@@ -431,7 +431,7 @@ class LiveIteration:
         decode_s: Seconds of it until the streams had their tokens; None without streams.
         decoding: The streams that got a token each.
         gaps_s: Of each of ``decoding``, since the token before; None where that was
-            before anybody watched.
+            before anybody watched, or where the token comes with the next step.
         spans: Of prompts, in their order.
         target_s: Gap that was aimed at; None without stream or target.
         predicted_s: What it was expected to take.

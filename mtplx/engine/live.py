@@ -18,6 +18,8 @@ class LiveRecorder:
         self._sinks: list[LiveSink] = []
         # When each stream's last token was out, by model and request.
         self._told_s: dict[str, dict[str, float]] = {}
+        # The streams of each model whose tokens were under way when its last step ended.
+        self._ahead: dict[str, frozenset[str]] = {}
 
     @property
     def watched(self) -> bool:
@@ -34,6 +36,7 @@ class LiveRecorder:
             self._sinks.remove(sink)
         if not self._sinks:
             self._told_s.clear()
+            self._ahead.clear()
 
     def iterated(
         self,
@@ -50,7 +53,11 @@ class LiveRecorder:
         # prompt when its tail does.
         told_s = begin_s + (result.decode_s or 0.0)
         before = self._told_s.get(model, {})
-        now = dict.fromkeys(step.decoding, told_s) if result.decode_s is not None else {}
+        if result.decode_s is not None:
+            now = dict.fromkeys(step.decoding, told_s)
+        else:
+            # What is under way comes with the next step.
+            now = {name: before[name] for name in step.decoding if name in before}
         seconds = (*result.span_s, *[None] * (len(step.spans) - len(result.span_s)))
         spans = []
         for span, span_s in zip(step.spans, seconds, strict=True):
@@ -69,10 +76,18 @@ class LiveRecorder:
             )
         # Every stream is in every iteration, so what is not in this one is over.
         self._told_s[model] = now
-        gaps_s = tuple(
-            now[name] - before[name] if name in now and name in before else None
-            for name in step.decoding
-        )
+        ahead = self._ahead.get(model, frozenset())
+        self._ahead[model] = frozenset(step.decoding if result.under_way else ())
+        gaps_s: tuple[float | None, ...] = (None,) * len(step.decoding)
+        if result.decode_s is not None:
+            # Two tokens come where one was under way and no more is: their mean.
+            together = frozenset() if result.under_way else ahead
+            gaps_s = tuple(
+                (now[name] - before[name]) / (2 if name in together else 1)
+                if name in before
+                else None
+                for name in step.decoding
+            )
         told = LiveIteration(
             number=number,
             model=model,
