@@ -4,8 +4,9 @@
 
 Builds banks of about 100, 1,000 and 10,000 entries of 20 tokens, from conversations that
 share system prompts, go on for several turns and part where an answer was asked for
-again; every second one is of a model whose state cannot be cut, and has snapshots. Tokens and bytes are
-both at their limit. The state weighs something and is nothing: no model is needed.
+again; every second one is of a model whose state cannot be cut, and has snapshots. Tokens
+and bytes are both at their limit. The state weighs something and is nothing: no model
+is needed.
 
 Prints for each operation the median, the 99th percentile and the worst in milliseconds,
 and exits with 1 if a median is above 1 ms, a worst above 5 ms, or a median of the largest

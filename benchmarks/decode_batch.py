@@ -21,8 +21,9 @@ import mtplx  # noqa: F401  Before MLX, so that MLX finds OpenBLAS.
 import mlx.core as mx
 
 from mtplx.models import Model
-from mtplx.models.batch import BatchDecoder, BatchMode
+from mtplx.models.batch import BatchDecoder
 from mtplx.models.cache import PromptCache
+from mtplx.models.runner import BatchMode
 
 TOKEN = 40
 
@@ -43,8 +44,8 @@ def ours(
     model: Model, caches: list[PromptCache], *, mode: BatchMode, together: bool
 ) -> Callable[[], None]:
     decoder = BatchDecoder(model)
-    decoder.mode = mode
-    decoder.holds = lambda nbytes: together
+    decoder._runner.mode = mode
+    decoder.seating.holds = lambda nbytes: together
     caches = copy.deepcopy(caches)
 
     def step() -> None:

@@ -1,14 +1,19 @@
-"""``mtplx prefill-bench``: prefill speed at growing context lengths."""
+"""``mtplx prefill-bench``: how fast prompts are read, here or by any server."""
 
 from __future__ import annotations
 
-import re
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urldefrag
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -31,25 +36,56 @@ from mtplx.cli.options import (
     TailGrid,
     configure,
     console,
+    flag,
 )
+from mtplx.config import Settings
 from mtplx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mtplx.prefill_bench import LadderRow
+    from mtplx.prefill_bench import Case, Mode, Target
 
 
 def prefill_bench(
     model: Model = None,
-    contexts: Annotated[
-        str, typer.Option(help="Prompt lengths in tokens, such as 512,1k,2k; k is 1024.")
-    ] = "512,1k,2k",
+    cases: Annotated[
+        str,
+        typer.Option(
+            help="What to read: pp512 is a prompt of 512 tokens, pp512@d8192 are 512 "
+            "behind 8192 that are known; k is 1024."
+        ),
+    ] = "pp512,pp1k,pp2k,pp32@d2016",
+    modes: Annotated[
+        str,
+        typer.Option(
+            help="cold, memory and disk (where what is known comes from), contended "
+            "(beside streams)."
+        ),
+    ] = "cold,memory",
     repeats: Annotated[int, typer.Option(min=1, help="Runs for each row.")] = 3,
+    streams: Annotated[
+        int, typer.Option(min=1, help="Streams beside a contended prompt.")
+    ] = 2,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Measure the server there instead, as NAME=URL or NAME=URL#MODEL; may be "
+            "given several times."
+        ),
+    ] = None,
     json_file: Annotated[
         Path | None,
         typer.Option(
             "--json", help="Write rows, machine, versions and settings to this file."
         ),
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw a chart into this PNG file.")
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="Measure nothing: compare two files of --json.", metavar="A B"),
+    ] = None,
+    api_key: Annotated[str | None, flag("api_key")] = None,
     adapter: Adapter = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -58,22 +94,99 @@ def prefill_bench(
     log_level: LogLevel = None,
     config: ConfigFile = None,
 ) -> None:
-    """Measure prefill, cold and with a known prefix, at growing context lengths."""
-    lengths = parse_contexts(contexts)
+    """Measure how fast prompts are read: cold, with a known prefix, and beside streams."""
+    if compare is not None:
+        _compare(*compare)
+        return
     settings = configure(
         config,
         model=model,
+        api_key=api_key,
         adapter=adapter,
         device=device,
         dtype=dtype,
         prefill_window=prefill_window,
         tail_grid=tail_grid,
-        log_level=log_level,
+        log_level=log_level or "warning",
     ).settings
 
-    from mtplx.prefill_bench import conditions, run_ladder
+    from mtplx.prefill_bench import machine, measure, parse_cases, parse_modes
 
-    loaded = load_with_progress(settings)
+    wanted, states = parse_cases(cases), parse_modes(modes)
+    subjects = []
+    for opened in _targets(settings, url, "disk" in states):
+        with opened() as target:
+            with _progress(repeats * sum(len(c.modes(states)) for c in wanted)) as tell:
+                rows = measure(
+                    target, wanted, states, repeats=repeats, streams=streams, on_run=tell
+                )
+            told = [asdict(row) for row in rows]
+            subjects.append({"name": target.name, **target.facts(), "rows": told})
+    report = {
+        **machine(),
+        "settings": {
+            "cases": [str(case) for case in wanted],
+            "modes": states,
+            "repeats": repeats,
+            "streams": streams,
+            "prefill_window": settings.prefill_window,
+            "tail_grid": settings.tail_grid,
+        },
+        "subjects": subjects,
+    }
+    Console().print(_table(subjects))
+    if json_file is not None:
+        write_json(json_file, report)
+    if plot is not None:
+        from mtplx.prefill_bench.chart import draw_chart
+
+        draw_chart(plot, subjects, f"mtplx prefill-bench, {report['machine']['processor']}")
+
+
+def _targets(
+    settings: Settings, urls: list[str] | None, disk: bool
+) -> Sequence[Callable[[], contextlib.AbstractContextManager[Target]]]:
+    """Return what opens each target; one is open at a time."""
+    if not urls:
+        return [partial(_local, settings, disk)]
+    named = []
+    for text in urls:
+        name, equals, address = text.partition("=")
+        if not name or not equals or "://" not in address:
+            raise ConfigError(
+                f"--url cannot be {text!r}. Write NAME=URL, such as "
+                "mine=http://127.0.0.1:8000."
+            )
+        named.append(partial(_remote, settings, name, address))
+    return named
+
+
+@contextlib.contextmanager
+def _local(settings: Settings, disk: bool) -> Iterator[Target]:
+    from mtplx.prefill_bench import LocalTarget
+
+    target = LocalTarget(partial(load_with_progress, settings), settings, disk=disk)
+    try:
+        yield target
+    finally:
+        target.close()
+
+
+@contextlib.contextmanager
+def _remote(settings: Settings, name: str, address: str) -> Iterator[Target]:
+    from mtplx.cli.client import Client, first_key
+    from mtplx.prefill_bench import RemoteTarget
+
+    url, model = urldefrag(address)
+    client = Client(url, first_key(settings))
+    try:
+        yield RemoteTarget(name, client, model or None)
+    finally:
+        client.close()
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[Case, Mode], None]]:
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -83,52 +196,15 @@ def prefill_bench(
         transient=True,
     )
     with bar:
-        task = bar.add_task("Warming up", total=2 * repeats * len(lengths))
-        rows = run_ladder(
-            loaded,
-            lengths,
-            repeats=repeats,
-            window=settings.prefill_window,
-            tail_grid=settings.tail_grid,
-            on_run=lambda context, state: bar.update(
-                task, advance=1, description=f"{context} tokens, {state}"
-            ),
-        )
-    Console().print(_table(rows, f"{loaded.name}, {loaded.dtype}, {loaded.backend}"))
-    if json_file is not None:
-        report = conditions(
-            loaded,
-            contexts=lengths,
-            repeats=repeats,
-            prefill_window=settings.prefill_window or loaded.prefill_window,
-            tail_grid=settings.tail_grid,
-        )
-        report["rows"] = [asdict(row) for row in rows]
-        write_json(json_file, report)
+        task = bar.add_task("Warming up", total=total)
+        yield lambda case, mode: bar.update(task, advance=1, description=f"{case}, {mode}")
 
 
-def parse_contexts(text: str) -> list[int]:
-    """Return the lengths that a text such as ``512,1k`` names, in tokens.
-
-    Raises:
-        ConfigError: One of them is no length.
-    """
-    lengths = []
-    for word in text.split(","):
-        found = re.fullmatch(r"\s*([1-9]\d*)\s*([kK]?)\s*", word)
-        if found is None:
-            raise ConfigError(
-                f"--contexts cannot contain {word!r}. Write lengths such as 512,1k,2k."
-            )
-        lengths.append(int(found[1]) * (1024 if found[2] else 1))
-    return lengths
-
-
-def _table(rows: list[LadderRow], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
+def _table(subjects: list[dict[str, Any]]) -> Table:
+    table = Table()
+    for heading in ("server", "case", "mode"):
+        table.add_column(heading)
     for heading in (
-        "tokens",
-        "state",
         "cached",
         "new",
         "prefill tok/s",
@@ -136,20 +212,62 @@ def _table(rows: list[LadderRow], title: str) -> Table:
         "TTFT s",
         "min-max s",
         "peak MiB",
-        "spans",
+        "worst gap ms",
     ):
-        table.add_column(heading, justify="left" if heading == "state" else "right")
-    for row in rows:
-        table.add_row(
-            str(row.context_tokens),
-            row.state,
-            str(row.cached_tokens),
-            str(row.new_prefill_tokens),
-            f"{row.prefill_tok_s:.0f}",
-            f"{row.prefill_compute_tok_s:.0f}",
-            f"{row.ttft_s:.3f}",
-            f"{row.ttft_min_s:.3f}-{row.ttft_max_s:.3f}",
-            f"{row.peak_bytes / 2**20:.0f}",
-            str(row.spans),
-        )
+        table.add_column(heading, justify="right")
+    for subject in subjects:
+        for row in subject["rows"]:
+            table.add_row(
+                escape(subject["name"]),
+                row["case"],
+                row["mode"],
+                _number(row["cached_tokens"]),
+                _number(row["new_prefill_tokens"]),
+                _spread(row["prefill_tok_s"], row["prefill_tok_s_spread"], 0),
+                _number(row["prefill_compute_tok_s"]),
+                _spread(row["ttft_s"], row["ttft_spread_s"], 3),
+                f"{row['ttft_min_s']:.3f}-{row['ttft_max_s']:.3f}",
+                _number(row["peak_bytes"], 2**-20),
+                _number(row["worst_gap_s"], 1e3),
+            )
     return table
+
+
+def _compare(before: Path, after: Path) -> None:
+    from mtplx.prefill_bench import compare
+
+    table = Table(
+        title=f"{after} against {before}; above 1 is better", title_justify="left"
+    )
+    for heading in ("server", "case", "mode"):
+        table.add_column(heading)
+    for heading in ("prefill tok/s", "TTFT", "worst gap"):
+        table.add_column(heading, justify="right")
+    for each in compare(_report(before), _report(after)):
+        names = dict.fromkeys((each.before, each.after))
+        ratios = (each.tok_s_ratio, each.ttft_ratio, each.gap_ratio)
+        table.add_row(
+            escape(" → ".join(names)),
+            each.case,
+            each.mode,
+            *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+        )
+    Console().print(table)
+
+
+def _report(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no report of `mtplx prefill-bench --json`.")
+    return content
+
+
+def _number(value: float | None, factor: float = 1.0) -> str:
+    return "" if value is None else f"{value * factor:.0f}"
+
+
+def _spread(value: float | None, spread: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f} ± {spread or 0:.{digits}f}"

@@ -77,4 +77,6 @@ def configure(config: Path | None, **flags: Any) -> Configuration:
         "asyncio",
     ):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # It writes to the terminal itself, and would be seen twice.
+    logging.getLogger("huggingface_hub").propagate = False
     return configuration

@@ -79,7 +79,7 @@ def verify(
         "passed": all(check.passed for check in checks),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **conditions(
-            loaded,
+            loaded.info,
             tokens=tokens,
             new_tokens=new_tokens,
             seed=seed,

@@ -130,7 +130,7 @@ class EngineCore:
             self._running,
             overlaps=model.device != "cpu" if overlaps is None else overlaps,
         )
-        self.decoder.holds = self._hold_free_rows
+        self.decoder.seating.holds = self._hold_free_rows
         self._free_rows = _FreeRows()
 
     @property
@@ -324,6 +324,9 @@ class EngineCore:
                     grammars=self._grammars,
                 )
             except KVBudgetError as error:
+                if self.decoder.seating.free_nbytes:
+                    self.decoder.seating.give_up_free_rows()
+                    continue
                 if self._running:
                     return  # Those that run will make room.
                 self._refuse(waiting, error)
@@ -357,7 +360,12 @@ class EngineCore:
 
     def _hold_free_rows(self, nbytes: int) -> bool:
         """Count what lies free among the streams; False where there is no room for it."""
-        return self._bank is None or self._bank.reserve(self._free_rows, nbytes)
+        if self._bank is None or nbytes == self._free_rows.reserved:
+            return True
+        if not self._bank.reserve(self._free_rows, nbytes):
+            return False
+        self._free_rows.reserved = nbytes
+        return True
 
     def _grow(self) -> None:
         """Make sure that every stream has memory for one more token, or end it."""
@@ -400,16 +408,17 @@ class EngineCore:
         if prefill.kept_tokens and self._disk is not None:
             self._disk.keep(prefill.key, running.token_ids[: prefill.kept_tokens])
         prefill.release()
-        self._hold_free_rows(self.decoder.free_nbytes)
+        self._hold_free_rows(self.decoder.seating.free_nbytes)
         computed = sum(prefill.clock.span_tokens)
         if computed >= _MEASURED_TOKENS:
             self._token_s = prefill.clock.compute_s / computed
 
 
 class _FreeRows:
-    """Memory between the streams of a group, as the bank weighs it."""
+    """Memory between the streams of a group, as the bank weighs it: reserved."""
 
     nbytes = 0
+    reserved = 0
 
     def copy(self, start: int, end: int) -> Rows:
         raise AssertionError("nothing is kept there")

@@ -24,8 +24,9 @@ import mlx.core as mx
 
 from mtplx.engine.running import RunningRequest
 from mtplx.engine.sampling import Draw, draw_tokens
-from mtplx.models.batch import BatchDecoder, Forward, SharedSpan
+from mtplx.models.batch import BatchDecoder
 from mtplx.models.cache import PromptCache
+from mtplx.models.forward import Forward, SharedSpan
 from mtplx.scheduler.itl import ItlRecorder
 from mtplx.scheduler.scheduler import Scheduler
 from mtplx.scheduler.step import Outcome, PrefillSpan, Stall, Step, StepResult

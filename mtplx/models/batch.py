@@ -3,136 +3,33 @@
 Streams of like length lie in groups (``group.py``), so that a step costs the host the
 same for one and for many; groups, and what no group can hold, share the forward as its
 parts (``packed.py``). This file decides which way of doing so is exact for the loaded
-network, by trying it against single rows, which streams lie together, and what becomes
-of the rows when a step fails. A forward of groups alone is traced once for its shapes
-and replayed. Which requests go into a step is the engine's business. Runs on the thread
-that owns MLX.
+network, by trying it against single rows, and what becomes of the rows when a step
+fails. How a forward is run is ``runner.py``'s, which streams lie together
+``seating.py``'s, and which requests go into a step the engine's business. Runs on the
+thread that owns MLX.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import RotatingKVCache
 
 from mtplx.errors import GenerationError
 from mtplx.models.cache import CacheKind, PromptCache
-from mtplx.models.cpu import Hooks
-from mtplx.models.group import Arrays, GroupLayout, Positions, RowGroup, flat
+from mtplx.models.forward import Forward, SharedSpan
+from mtplx.models.group import RowGroup
+from mtplx.models.layout import flat
 from mtplx.models.model import Model
-from mtplx.models.packed import (
-    PackedLayers,
-    Part,
-    final_norm,
-    mixers,
-    one_call_per_part,
-    only_rows,
-    takes_spans,
-)
-from mtplx.models.trial import is_same, relative_error
+from mtplx.models.packed import Part, takes_spans
+from mtplx.models.runner import BatchMode, Runner
+from mtplx.models.seating import Seating
+from mtplx.models.trial import TRIAL_ROWS, Trial, is_same, relative_error
 
 logger = logging.getLogger(__name__)
-
-BatchMode = Literal["packed", "mixer", "rows"]
-"""How the parts of a step share a forward, best first.
-
-* ``packed``: all weights are read once; attention runs once per part.
-* ``mixer``: the same, but a layer's whole mixer runs once per part.
-* ``rows``: nothing is shared; a forward for each part.
-"""
-
-ALIKE_TOKENS = 512
-"""Streams below this length lie together whatever their lengths; of longer ones none is
-more than twice as long as another, since attention looks at the longest for all."""
-
-GROUPED_TOKENS = 8192
-"""Longer streams stay where they are: what copying them costs is no longer small beside
-what the host saves, which is little beside reading their keys."""
-
-_PROGRAMS = 64  # Traced forwards that are kept, each some hundred kilobytes.
-_TRIAL_TOKENS = (3, 14, 15, 92, 65, 35, 89)
-_TRIAL_ROWS = 3
-_TRIAL_RING_TOKENS = 4
-
-
-@dataclass(frozen=True)
-class SharedSpan:
-    """A span of a prompt that shares a forward with streams.
-
-    Attributes:
-        cache: Holds what comes before it.
-        token_ids: Its tokens.
-        is_tail: It ends the prompt: the logits of its last token are kept.
-    """
-
-    cache: PromptCache
-    token_ids: Sequence[int]
-    is_tail: bool
-
-
-@dataclass
-class Forward:
-    """A forward that was built; nothing of it need be computed yet.
-
-    Attributes:
-        logits: ``[n, vocab]``.
-        rows: For each stream, and for the span after them, its row of ``logits``.
-        failures: What went wrong, by stream; the span is the one after the last. The
-            cache of such a one is unusable.
-        state: What else must be evaluated for the step to be complete.
-    """
-
-    logits: mx.array
-    rows: Sequence[int]
-    failures: dict[int, Exception] = field(default_factory=dict)
-    state: list[Any] = field(default_factory=list)
-    caches: Sequence[PromptCache] = ()
-    span: SharedSpan | None = None
-    groups: Sequence[RowGroup] = ()
-    dropped: bool = False
-    is_complete: bool = False
-
-    @property
-    def touched(self) -> list[PromptCache]:
-        """Whose state it changes."""
-        return [*self.caches, *([] if self.span is None else [self.span.cache])]
-
-    @property
-    def can_drop(self) -> bool:
-        """Say whether ``drop`` is possible, for all of them."""
-        grouped = all(cache.place is not None for cache in self.caches)
-        return grouped and not self.is_complete
-
-    def drop(self, cache: PromptCache) -> None:
-        """Leave a stream as it was before: it had ended when this was begun. Only for
-        one that lies in a group."""
-        self.caches = [each for each in self.caches if each is not cache]
-        self.dropped = True
-
-    def complete(self) -> None:
-        """Let the caches stand behind their new tokens, now that these are evaluated."""
-        if self.is_complete:
-            return
-        self.is_complete = True
-        for group in self.groups:
-            group.done(keep_before=self.dropped)
-        for cache in self.caches:
-            cache.offset += 1
-            cache.logits = cache.pending = None
-        if self.span is not None:
-            cache = self.span.cache
-            cache.offset += len(self.span.token_ids)
-            cache.logits = self.logits[self.rows[-1]] if self.span.is_tail else None
-            cache.pending = None
-        # Whoever holds on to the logits holds no state.
-        self.state, self.caches, self.span, self.groups = [], (), None, ()
 
 
 class BatchDecoder:
@@ -145,42 +42,36 @@ class BatchDecoder:
         model: Its network is called with rows on the batch axis.
 
     Attributes:
-        mode: The way that is used.
+        seating: Says which streams lie together.
         fallback_reason: Why it is ``rows``, why no groups are formed, or why forwards
             are not replayed; None where all is as fast as can be.
         takes_spans: A span may share the forward of a decode. What that saves is
             reading the weights once more, most of what a short span costs.
-        traces: Forwards are traced and replayed.
-        holds: Told how many bytes lie free in groups, or would; says whether there is
-            room for that.
     """
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._hooks = Hooks(model.network)
-        self._mixers = mixers(model.network)
-        self._norm = final_norm(model.network)
-        self._layout: GroupLayout | None = None
-        self._programs: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
+        self._runner = Runner(model.network)
         self._last: Forward | None = None
-        self.mode: BatchMode = "rows"
+        self.seating = Seating()
         self.fallback_reason: str | None = None
         self.takes_spans = False
-        self.traces = False
-        self._groups: list[RowGroup] = []
-        self.holds: Callable[[int], bool] = lambda nbytes: True
         self._choose()
 
     @property
-    def free_nbytes(self) -> int:
-        """Bytes that lie free in groups, for streams to come."""
-        self._groups = [group for group in self._groups if any(group.members)]
-        return sum(group.free_nbytes for group in self._groups)
+    def mode(self) -> BatchMode:
+        """How the parts of a step share a forward."""
+        return self._runner.mode
 
     @property
     def forms_groups(self) -> bool:
         """Streams may lie in one allocation."""
-        return self._layout is not None
+        return self._runner.layout is not None
+
+    @property
+    def traces(self) -> bool:
+        """Forwards are traced and replayed."""
+        return self._runner.traces
 
     def decode(
         self,
@@ -239,7 +130,7 @@ class BatchDecoder:
         # being in place.
         forward = self._alone(caches, token_ids, span)
         if not forward.failures:  # So it is the sharing that fails, and would again.
-            self._layout = None
+            self._runner.layout = None
             self._fall_back(reason)
         return forward
 
@@ -249,6 +140,8 @@ class BatchDecoder:
         Where it fails while it is computed, as for want of memory, nobody is put back:
         that would mean to copy every cache in every step.
         """
+        if forward is self._last:
+            self._last = None
         try:
             mx.eval(forward.logits, forward.state)
         except Exception as error:
@@ -258,8 +151,6 @@ class BatchDecoder:
                 "Send the request again, or allow fewer requests at once."
             )
         forward.complete()
-        if forward is self._last:
-            self._last = None
         return None
 
     def _alone(
@@ -300,42 +191,6 @@ class BatchDecoder:
             is_complete=True,
         )
 
-    # -- who lies where ---------------------------------------------------------
-
-    def _arrange(self, caches: Sequence[PromptCache]) -> list[RowGroup]:
-        """Give every stream its place; return the groups of this step."""
-        if self._layout is None:
-            return []
-        for cache in caches:
-            cache.enter(self._layout)
-        placed = [cache for cache in caches if cache.place is not None]
-        groups: list[RowGroup] = []
-        # Larger ones first, so that those who come join them.
-        for cache in sorted(placed, key=lambda each: -_group(each).rows):
-            group = _group(cache)
-            if group.rows == 1 and (host := self._host(group, groups)):
-                host.add(cache)
-            elif group not in groups:
-                groups.append(group)
-        for group in groups:
-            group.only(caches)
-        self._groups = groups
-        if not self.holds(self.free_nbytes):
-            for group in groups:
-                group.compact()
-            self.holds(self.free_nbytes)
-        for group in groups:
-            group.reserve(max(group.offsets) + 1)
-        return groups
-
-    def _host(self, guest: RowGroup, groups: Sequence[RowGroup]) -> RowGroup | None:
-        for group in groups:
-            short, long = sorted((guest.length, group.length))
-            alike = long <= max(ALIKE_TOKENS, 2 * short) and long <= GROUPED_TOKENS
-            if alike and self.holds(self.free_nbytes + group.growth_nbytes(guest)):
-                return group
-        return None
-
     # -- one forward ------------------------------------------------------------
 
     def _build(
@@ -345,7 +200,10 @@ class BatchDecoder:
         span: SharedSpan | None,
     ) -> Forward:
         """Build one forward; if that raises, the caches are as before."""
-        groups = self._arrange(caches)
+        runner = self._runner
+        groups: list[RowGroup] = []
+        if runner.layout is not None:
+            groups = self.seating.arrange(caches, runner.layout)
         # What no group holds runs in its own caches.
         own = [cache for cache in caches if cache.place is None]
         members = [*(member for group in groups for member in group.members), *own]
@@ -375,12 +233,12 @@ class BatchDecoder:
         )
         lengths = tuple(group.length for group in groups)
         if not parts:
-            logits, arrays = self._program(groups, lengths)(*arguments)
+            logits, arrays = runner.program(groups, lengths)(*arguments)
         else:
             leaves = [leaf for part in parts for leaf in flat(part.layers)]
             before = [_aliased(leaf.__dict__) for leaf in leaves]
             try:
-                logits, arrays = self._run(
+                logits, arrays = runner.run(
                     lengths, *arguments, parts, offsets, len(order) if span else None
                 )
             except Exception:
@@ -397,128 +255,40 @@ class BatchDecoder:
             state += [leaf.state for leaf in flat(part.layers) if not leaf.empty()]
         return Forward(logits, rows, {}, state, caches, span, groups)
 
-    def _program(
-        self, groups: Sequence[RowGroup], lengths: tuple[int, ...]
-    ) -> Callable[..., Any]:
-        """Return what computes a forward of groups alone."""
-
-        def run(*arguments: Any) -> Any:
-            return self._run(lengths, *arguments)
-
-        if not self.traces:
-            return run
-        shapes = tuple((group.rows, group.capacity) for group in groups)
-        program = self._programs.pop((lengths, shapes), None)
-        if program is None:
-            program = mx.compile(run)
-        self._programs[lengths, shapes] = program
-        if len(self._programs) > _PROGRAMS:
-            self._programs.popitem(last=False)
-        return program
-
-    def _run(
-        self,
-        lengths: Sequence[int],
-        tokens: mx.array,
-        offsets: list[mx.array],
-        arrays: list[list[Arrays]],
-        parts: Sequence[Part] = (),
-        part_offsets: Sequence[int] = (),
-        kept: int | None = None,
-    ) -> tuple[mx.array, list[list[Arrays]]]:
-        """Compute the logits of each row, and what becomes of the groups' state.
-
-        Args:
-            lengths: For each group how far attention looks.
-            tokens: ``[rows]``.
-            offsets: For each group ``[rows]``.
-            arrays: For each group its state.
-            parts: What is no group, after these.
-            part_offsets: The positions of their rows.
-            kept: Rows that logits are wanted of, beside the last one; None for all.
-        """
-        trees = []
-        for length, offset, each in zip(lengths, offsets, arrays, strict=True):
-            assert self._layout is not None
-            trees.append(self._layout.stand_ins(each, Positions(offset, length)))
-        parts = [
-            *(
-                Part(tree, len(offset), is_span=False)
-                for tree, offset in zip(trees, offsets, strict=True)
-            ),
-            *parts,
-        ]
-        positions = [*offsets, mx.array([*part_offsets], mx.int32)]
-        logits = self._logits(parts, tokens, positions, kept)
-        after = [self._layout.after(tree) for tree in trees] if self._layout else []
-        return logits, after
-
-    def _logits(
-        self,
-        parts: Sequence[Part],
-        tokens: mx.array,
-        positions: Sequence[mx.array],
-        kept: int | None,
-    ) -> mx.array:
-        network = self._model.network
-        if len(parts) == 1 or self.mode == "rows":
-            outputs, start = [], 0
-            with one_call_per_part(self._hooks):
-                for part in parts:
-                    rows = tokens[start : start + part.rows]
-                    inputs = rows[None] if part.is_span else rows[:, None]
-                    outputs.append(network(inputs, cache=part.layers)[:, -1])
-                    start += part.rows
-            return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-        packed = PackedLayers(parts, mx.concatenate([*positions]))
-        split = self._mixers if self.mode == "mixer" else ()
-        with one_call_per_part(self._hooks, split), self._spare_output_layer(kept):
-            logits = network(tokens[:, None], cache=packed.layers)[:, -1]
-        packed.give_back()
-        return logits
-
-    def _spare_output_layer(self, kept: int | None) -> AbstractContextManager[None]:
-        """Keep the rows that decode and the last of the span for the output layer."""
-        if kept is None:
-            return nullcontext()
-        assert self._norm is not None
-        return only_rows(self._norm, [slice(kept), slice(-1, None)])
-
     # -- which way is exact -----------------------------------------------------
 
     def _choose(self) -> None:
-        trial = _Trial(self._model)
-        reasons = []
+        runner, trial, reasons = self._runner, Trial(self._model), []
         layout, reason = trial.layout()
         if layout is not None:
-            self._layout = layout
+            runner.layout = layout
             reason = self._try(trial, together=True)
         if reason is not None:
-            self._layout = None
+            runner.layout = None
             reasons.append(f"groups: {reason}")
         modes: tuple[BatchMode, ...] = ("packed", "mixer")
         for mode in modes:
-            self.mode = mode
+            runner.mode = mode
             reason = self._try(trial, together=False)
             if reason is None:
                 break
             reasons.append(f"{mode}: {reason}")
         else:
-            self.mode = "rows"
-        if self._layout is None or self.mode == "rows":
-            self._fall_back("; ".join(reasons), self.mode)
-        if self.mode == "packed" and self._norm is not None:
+            runner.mode = "rows"
+        if runner.layout is None or runner.mode == "rows":
+            self._fall_back("; ".join(reasons), runner.mode)
+        if runner.mode == "packed" and runner.has_norm:
             self.takes_spans = self._try_span()
-        if self._layout is not None:
-            self._layout = trial.true_layout()
-        if self._layout is not None and self._model.traces:
-            self.traces = self._try_traced()
+        if runner.layout is not None:
+            runner.layout = trial.true_layout()
+            if self._model.traces:
+                runner.traces = self._try_traced()
 
     def _fall_back(self, reason: str, mode: BatchMode = "rows") -> None:
-        self.mode = mode
+        self._runner.mode = mode
         self.takes_spans = self.takes_spans and mode == "packed"
         self.fallback_reason = reason
-        if self._layout is not None:
+        if self.forms_groups:
             price = "streams of very different lengths cost a forward each"
         elif mode == "rows":
             price = "every request of a step costs a forward of its own"
@@ -533,9 +303,7 @@ class BatchDecoder:
             price,
         )
 
-    def _try(
-        self, trial: _Trial, *, together: bool, count: int = _TRIAL_ROWS
-    ) -> str | None:
+    def _try(self, trial: Trial, *, together: bool, count: int = TRIAL_ROWS) -> str | None:
         """Return why this way is no good; None if it is exact, now and a token later.
 
         Args:
@@ -544,7 +312,8 @@ class BatchDecoder:
             count: How many.
         """
         caches = trial.caches()[:count]
-        holds, self.holds = self.holds, lambda nbytes: together
+        seating, self.seating = self.seating, Seating()
+        self.seating.holds = lambda nbytes: together
         try:
             for step in range(2):
                 forward = self._build(caches, trial.tokens(step)[:count], None)
@@ -560,15 +329,14 @@ class BatchDecoder:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         finally:
-            self.holds = holds
-            self._groups = []
+            self.seating = seating
         return None
 
     def _try_traced(self) -> bool:
         """Return whether replayed forwards are exact; kernels are compiled on the way."""
-        self.traces = True
-        trial = _Trial(self._model, shrink_rings=False)
-        for count, together in ((1, False), (_TRIAL_ROWS, False), (_TRIAL_ROWS, True)):
+        self._runner.traces = True
+        trial = Trial(self._model, shrink_rings=False)
+        for count, together in ((1, False), (TRIAL_ROWS, False), (TRIAL_ROWS, True)):
             reason = self._try(trial, together=together, count=count)
             if reason is not None:
                 self.fallback_reason = self.fallback_reason or f"traced: {reason}"
@@ -586,16 +354,17 @@ class BatchDecoder:
         the span too."""
         # A network hands its true window to the mask of a span.
         windowed = CacheKind.WINDOWED in self._model.cache_kinds
-        trial = _Trial(self._model, shrink_rings=not windowed)
+        trial = Trial(self._model, shrink_rings=not windowed)
         beside, cache = trial.caches()[1], trial.caches()[0]
         if not takes_spans(cache.layers):
             return False
         following, references = trial.following, trial.references
         length = len(references) - 1
-        layout = self._layout
+        runner, layout = self._runner, self._runner.layout
+        seating, self.seating = self.seating, Seating()
         try:
             if layout is not None:
-                self._layout, _ = trial.layout()
+                runner.layout, _ = trial.layout()
             span = SharedSpan(cache, following[:length], is_tail=True)
             shared = self._build([beside], [following[1]], span)
             mx.eval(shared.logits, shared.state)
@@ -607,69 +376,13 @@ class BatchDecoder:
             logger.debug("Spans cannot share a forward", exc_info=True)
             return False
         finally:
-            self._layout, self._groups = layout, []
+            runner.layout, self.seating = layout, seating
         found = [*(shared.logits[row] for row in shared.rows), after.logits[0]]
         expected = [references[1], references[length - 1], references[length]]
         return all(
             is_same(relative_error(row, reference), self._model.dtype)
             for row, reference in zip(found, expected, strict=True)
         )
-
-
-class _Trial:
-    """One short sequence, read alone, with copies of its caches on the way.
-
-    Args:
-        model: Reads it.
-        shrink_rings: Let sliding windows close within the trial.
-
-    Attributes:
-        following: The tokens after the first copy.
-        references: The logits after each of them.
-    """
-
-    def __init__(self, model: Model, *, shrink_rings: bool = True) -> None:
-        self._model = model
-        cache = model.new_cache()
-        if shrink_rings:
-            _shrink_rings(cache.layers)
-        first = _TRIAL_RING_TOKENS - 1
-        self.following = _TRIAL_TOKENS[first:]
-        self.references: list[mx.array] = []
-        model.prefill(cache, _TRIAL_TOKENS[:first])
-        self._copies: list[tuple[list[Any], int]] = []
-        for token in _TRIAL_TOKENS[first:-1]:
-            if len(self._copies) < _TRIAL_ROWS:
-                self._copies.append((copy.deepcopy(cache.layers), cache.offset))
-            model.decode(cache, 0, token_ids=(token,))
-            assert cache.logits is not None
-            self.references.append(cache.logits)
-
-    def caches(self) -> list[PromptCache]:
-        """Return caches of a length apart."""
-        return [PromptCache(copy.deepcopy(x), offset) for x, offset in self._copies]
-
-    def tokens(self, step: int) -> Sequence[int]:
-        """Return what each of them reads in a step."""
-        return self.following[step : step + _TRIAL_ROWS]
-
-    def layout(self) -> tuple[GroupLayout | None, str | None]:
-        """Return how they lie in a group, or why they cannot."""
-        try:
-            return GroupLayout(self._copies[0][0]), None
-        except TypeError as error:
-            return None, str(error)
-
-    def true_layout(self) -> GroupLayout:
-        """Return the same with windows of their true size."""
-        cache = self._model.new_cache()
-        self._model.prefill(cache, _TRIAL_TOKENS[:1])
-        return GroupLayout(cache.layers)
-
-
-def _group(cache: PromptCache) -> RowGroup:
-    assert cache.place is not None
-    return cache.place[0]
 
 
 def _aliased(value: Any) -> Any:
@@ -687,10 +400,3 @@ def _aliased(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _aliased(item) for name, item in value.items()}
     return value
-
-
-def _shrink_rings(layers: Sequence[Any]) -> None:
-    """Let sliding windows close within the trial."""
-    for cache in flat(layers):
-        if isinstance(cache, RotatingKVCache):
-            cache.max_size = cache.keep + _TRIAL_RING_TOKENS

@@ -28,7 +28,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mtplx.models.group import GroupLayout, RowGroup, flat
+from mtplx.models.group import RowGroup
+from mtplx.models.layout import GroupLayout, flat
 
 
 class CacheKind(StrEnum):

@@ -33,7 +33,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from mtplx.models.cpu import Hooks, attend, swiglu
-from mtplx.models.group import flat
+from mtplx.models.layout import flat
 
 
 @dataclass(frozen=True)

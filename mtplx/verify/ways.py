@@ -18,8 +18,9 @@ import numpy as np
 from mtplx.engine.disk import DiskWork
 from mtplx.generation import PromptPrefill
 from mtplx.models import Model
-from mtplx.models.batch import BatchDecoder, SharedSpan
+from mtplx.models.batch import BatchDecoder
 from mtplx.models.cache import PromptCache
+from mtplx.models.forward import SharedSpan
 from mtplx.session import SessionBank
 from mtplx.session.disk import DiskTier
 from mtplx.types import Prompt
@@ -78,7 +79,7 @@ class Ways:
     def apart(self, tally: Tally) -> Reach:
         """The same, each stream in an allocation of its own."""
         decoder = BatchDecoder(self._model)
-        decoder.holds = lambda nbytes: False
+        decoder.seating.holds = lambda nbytes: False
         caches = self._batched(decoder, tally)
         return {**self._steps(caches), "mode": decoder.mode}
 

@@ -11,13 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from mtplx import __version__
-from mtplx.cli.bench import parse_contexts
 from mtplx.cli.main import app
 from mtplx.config import Settings
-from mtplx.errors import ConfigError
 from mtplx.metrics import PrefillMetrics
 from tests.models.gguf_files import tiny_llama
 from tests.models.test_load import saved
+from tests.server.conftest import Server
+from tests.server.fakes import INFO
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
 
@@ -108,63 +108,63 @@ def test_a_prompt_that_cannot_be_used(folder, tmp_path, name, content, said):
 
 
 def test_prefill_bench_measures_cold_and_warm(folder, tmp_path):
-    report = tmp_path / "report.json"
-    arguments = ["--contexts", "64,96", "--repeats", 2, "--prefill-window", 32]
-    shown = run("prefill-bench", folder, *arguments, "--json", report).output
-    for heading in (
-        "tokens",
-        "prefill tok/s",
-        "compute tok/s",
-        "TTFT s",
-        "peak MiB",
-        "spans",
-    ):
+    report, chart = tmp_path / "report.json", tmp_path / "chart.png"
+    arguments = ["--cases", "pp64,pp32@d64", "--repeats", 2, "--prefill-window", 32]
+    files = ["--json", report, "--plot", chart]
+    shown = run("prefill-bench", folder, *arguments, *files).output
+    for heading in ("case", "prefill tok/s", "compute tok/s", "TTFT s", "peak MiB"):
         assert heading in shown
     found = json.loads(report.read_text())
-    rows = [
-        (
-            row["context_tokens"],
-            row["state"],
-            row["cached_tokens"],
-            row["new_prefill_tokens"],
-        )
-        for row in found["rows"]
+    (subject,) = found["subjects"]
+    told = [
+        (row["case"], row["mode"], row["cached_tokens"], row["new_prefill_tokens"])
+        for row in subject["rows"]
     ]
-    assert rows == [
-        (64, "cold", 0, 64),
-        (64, "warm", 32, 32),
-        (96, "cold", 0, 96),
-        (96, "warm", 64, 32),
-    ]
-    for row in found["rows"]:
-        assert 0 < row["ttft_min_s"] <= row["ttft_s"] <= row["ttft_max_s"]
-        assert 0 < row["prefill_tok_s"] <= row["prefill_compute_tok_s"]
-        assert row["peak_bytes"] > 0
-    assert [row["spans"] for row in found["rows"]] == [2, 1, 3, 1]
+    assert told == [("pp64", "cold", 0, 64), ("pp32@d64", "memory", 64, 32)]
     assert found["settings"]["prefill_window"] == 32
-    assert found["model"]["name"] == "tiny"
+    assert (subject["name"], subject["model"]["name"]) == ("tiny", "tiny")
     assert set(found["versions"]) == {"python", "mtplx", "mlx", "mlx-lm"}
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    compared = run("prefill-bench", "--compare", report, report).output
+    assert len(re.findall(r"1\.00", compared)) == 4
+
+
+def test_prefill_bench_measures_servers_at_urls(tmp_path):
+    server = Server()
+    report = tmp_path / "report.json"
+    urls = ["--url", f"a={server.url}", "--url", f"b={server.url}/v1#{INFO.name}"]
+    try:
+        run("prefill-bench", *urls, "--cases", "pp9", "--repeats", 1, "--json", report)
+    finally:
+        server.stop()
+    subjects = json.loads(report.read_text())["subjects"]
+    assert [(each["name"], each["url"]) for each in subjects] == [
+        ("a", server.url),
+        ("b", server.url),
+    ]
+    assert [each["model"]["name"] for each in subjects] == [INFO.name] * 2
 
 
 def test_the_ladder_is_the_same_command(folder):
     shown = run(
-        "bench", "prefill-ladder", folder, "--contexts", "40", "--repeats", 1
+        "bench", "prefill-ladder", folder, "--cases", "pp8@d40", "--repeats", 1
     ).output
-    assert "warm" in shown
+    assert "memory" in shown
 
 
-def test_a_context_that_does_not_fit_is_refused(folder):
-    done = command("prefill-bench", folder, "--contexts", "1k")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--cases", "pp1k"), "tokens for tiny, not 1024"),
+        (("--url", "127.0.0.1:8000"), "Write NAME=URL"),
+        (("--compare", "/none", "/none"), "/none cannot be read"),
+    ],
+)
+def test_a_bench_that_cannot_be_is_refused(folder, arguments, said):
+    done = command("prefill-bench", folder, *arguments)
     assert done.returncode == 1
-    assert "tokens for tiny, not 1024" in done.stderr
+    assert said in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_contexts():
-    assert parse_contexts("512,1k, 2K") == [512, 1024, 2048]
-    for wrong in ("", "1.5k", "-1", "0", "1k,,2k", "1m"):
-        with pytest.raises(ConfigError, match="512,1k,2k"):
-            parse_contexts(wrong)
 
 
 @pytest.mark.parametrize(
@@ -189,8 +189,8 @@ def test_what_cannot_work_is_one_sentence(arguments, said):
 
 
 def test_metrics_and_rows_use_the_same_words():
-    from mtplx.prefill_bench import LadderRow
+    from mtplx.prefill_bench import Row
 
     shared = {"cached_tokens", "new_prefill_tokens", "prefill_tok_s", "ttft_s"}
-    assert shared <= set(LadderRow.__dataclass_fields__)
+    assert shared <= set(Row.__dataclass_fields__)
     assert shared <= set(PrefillMetrics.__dataclass_fields__)

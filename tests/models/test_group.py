@@ -9,7 +9,8 @@ from mlx.utils import tree_flatten
 from mtplx.models import Model
 from mtplx.models.batch import BatchDecoder
 from mtplx.models.cache import PromptCache
-from mtplx.models.group import GRID_TOKENS, ROW_COUNTS, row_count
+from mtplx.models.group import ROW_COUNTS, row_count
+from mtplx.models.layout import GRID_TOKENS
 from tests.tiny_models import CONFIGS, WINDOW, make_network, prompt_ids, tiny_model
 
 KINDS = ("llama", "gemma3_text", "gpt_oss", "qwen3_next", "mamba2", "falcon_h1")
@@ -87,7 +88,7 @@ def test_streams_come_and_go(model_type):
 def test_one_that_ended_before_the_last_forward_is_put_back(model_type, together):
     model = tiny_model(model_type)
     decoder = BatchDecoder(model)
-    decoder.holds = lambda nbytes: together
+    decoder.seating.holds = lambda nbytes: together
     caches = all_read(model)
     for step in range(3):
         forward = decoder.begin(caches, [token(row, step) for row in range(len(LENGTHS))])
@@ -155,20 +156,20 @@ def test_a_row_that_is_free_weighs_until_there_is_no_room_for_it():
     model = tiny_model("llama")
     decoder = BatchDecoder(model)
     held = []
-    decoder.holds = lambda nbytes: not held.append(nbytes)
+    decoder.seating.holds = lambda nbytes: not held.append(nbytes)
     caches = [read(model, 0) for _ in range(4)]
     assert decoder.decode(caches, [7] * 4) == {}
     group = caches[0].place[0]
-    assert decoder.free_nbytes == 0
+    assert decoder.seating.free_nbytes == 0
     caches.pop().leave()
-    assert decoder.free_nbytes == group.row_nbytes
+    assert decoder.seating.free_nbytes == group.row_nbytes
     assert decoder.decode(caches, [7] * 3) == {}
     assert held[-1] == group.row_nbytes
     assert group.rows == 4
-    decoder.holds = lambda nbytes: nbytes == 0
+    decoder.seating.holds = lambda nbytes: nbytes == 0
     assert decoder.decode(caches, [7] * 3) == {}
     assert group.rows == 3
-    assert decoder.free_nbytes == 0
+    assert decoder.seating.free_nbytes == 0
 
 
 def test_rows_of_a_group():

@@ -12,8 +12,9 @@ import pytest
 
 from mtplx.generation import PromptPrefill, restore_or_prefill_prompt_state
 from mtplx.models import Model
-from mtplx.models.batch import BatchDecoder, SharedSpan
+from mtplx.models.batch import BatchDecoder
 from mtplx.models.cache import PromptCache, restore_cache, take_snapshot
+from mtplx.models.forward import SharedSpan
 from mtplx.session import SessionBank
 from mtplx.types import Prompt
 from tests.tiny_models import (
