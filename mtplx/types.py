@@ -404,3 +404,97 @@ class EngineStatus:
     pinned: int = 0
     step_error: float | None = None
     disk: DiskStats | None = None
+
+
+@dataclass(frozen=True)
+class LiveSpan:
+    """A span that an iteration was to compute. ``seconds`` is None where that failed, and
+    0 where it shared the forward of the streams' tokens."""
+
+    request_id: str
+    start: int
+    end: int
+    is_tail: bool
+    shared: bool
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class LiveIteration:
+    """An iteration that is over, for who watches the engine.
+
+    Attributes:
+        number: Counts those of its model.
+        model: Whose it was.
+        begin_s: ``time.perf_counter()`` before it.
+        took_s: Seconds until its last event was out.
+        decode_s: Seconds of it until the streams had their tokens; None without streams.
+        decoding: The streams that got a token each.
+        gaps_s: Of each of ``decoding``, since the token before; None where that was
+            before anybody watched, or where the token comes with the next step.
+        spans: Of prompts, in their order.
+        target_s: Gap that was aimed at; None without stream or target.
+        predicted_s: What it was expected to take.
+        why: What ended the choice of spans.
+    """
+
+    number: int
+    model: str
+    begin_s: float
+    took_s: float
+    decode_s: float | None
+    decoding: tuple[str, ...]
+    gaps_s: tuple[float | None, ...]
+    spans: tuple[LiveSpan, ...]
+    target_s: float | None
+    predicted_s: float
+    why: str
+
+
+LiveSink = Callable[[LiveIteration], None]
+"""Called on the engine thread for each iteration; must not block."""
+
+
+@dataclass(frozen=True)
+class BankNode:
+    """One run of tokens that the SessionBank holds.
+
+    Attributes:
+        parent: Index of the run before it among the nodes of the view; None for one that
+            begins a prompt.
+        fingerprint, namespace: Of its ``StateKey``.
+        start, end: Its tokens, as indices of the prompts that pass through it.
+        first_tokens: The first few of them.
+        nbytes: Of its rows and snapshots.
+        snapshots: Where it can be resumed, for state that cannot be cut.
+        uses: How often a request restored it.
+        age: How many uses of the bank ago it was last used.
+        pinned: It is never evicted, or in use now.
+        children: How many runs follow it, those that are left out too.
+    """
+
+    parent: int | None
+    fingerprint: str
+    namespace: str
+    start: int
+    end: int
+    first_tokens: tuple[int, ...]
+    nbytes: int
+    snapshots: tuple[int, ...]
+    uses: int
+    age: int
+    pinned: bool
+    children: int
+
+
+@dataclass(frozen=True)
+class BankView:
+    """The prefix tree of the SessionBank, or the part of it that most is to be seen of.
+
+    Attributes:
+        nodes: Each one behind its parent.
+        left_out: How many others there are.
+    """
+
+    nodes: tuple[BankNode, ...] = ()
+    left_out: int = 0

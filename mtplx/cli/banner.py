@@ -33,6 +33,7 @@ def show_banner(
         "device": f"{info.device.upper()} ({info.backend}), {info.dtype}",
         "model": f"context {info.context_length:,} tokens, caches {kinds}",
         "memory": _memory(memory),
+        "page": f"{url}/",
         "OpenAI": f"{url}/v1",
         "Anthropic": url,
     }

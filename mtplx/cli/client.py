@@ -61,13 +61,17 @@ class Client:
             models: list[dict[str, Any]] = answer.json()["data"]
             return models
 
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Post ``body`` and yield the events of the answer; closing the iterator ends it.
+    def stream(
+        self, path: str, body: dict[str, Any] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Post ``body``, or get where there is none, and yield the events of the answer;
+        closing the iterator ends it.
 
         Raises:
             ServerError: It cannot be reached, refuses, or fails on the way.
         """
-        with self._told(), self._http.stream("POST", path, json=body) as answer:
+        method = "GET" if body is None else "POST"
+        with self._told(), self._http.stream(method, path, json=body) as answer:
             if answer.is_error:
                 answer.read()
             _check(answer)

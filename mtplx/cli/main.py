@@ -23,6 +23,7 @@ from mtplx.cli import (
     plan,
     serve,
     simulate,
+    top,
     verify,
 )
 from mtplx.errors import MtplxError
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 app.command("serve")(serve.serve)
 app.command("chat")(chat.chat)
+app.command("top")(top.top)
 app.command("prefill-bench")(bench.prefill_bench)
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)

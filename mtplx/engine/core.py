@@ -18,6 +18,7 @@ from mtplx.engine.admission import Admission, Waiting
 from mtplx.engine.chunking import chunking_problem
 from mtplx.engine.constraint import Grammars
 from mtplx.engine.disk import DiskWork
+from mtplx.engine.live import LiveRecorder
 from mtplx.engine.memory import warm_up
 from mtplx.engine.running import EventSink, RunningRequest
 from mtplx.engine.stepper import Stepper
@@ -63,6 +64,7 @@ class EngineCore:
         settings: The effective settings.
         tier: Keeps state on disk; None keeps none there.
         wake: Called on another thread when there is work again.
+        live: Tells who watches; None where nobody can.
 
     Attributes:
         model: What it runs.
@@ -83,8 +85,10 @@ class EngineCore:
         *,
         tier: DiskTier | None = None,
         wake: Callable[[], None] = lambda: None,
+        live: LiveRecorder | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._live = live or LiveRecorder()
         window = settings.prefill_window or model.prefill_window
         self.model = model
         self.work_bytes, self._token_s = warm_up(model, window)
@@ -234,6 +238,7 @@ class EngineCore:
         self.scheduler.apply(step, result)
         if step.is_empty:
             return
+        took_s = time.perf_counter() - begin_s
         logger.debug(
             "step: %d decodes, spans %s (%s), target %s s, expected %.3f s, took %.3f s",
             len(step.decoding),
@@ -241,7 +246,7 @@ class EngineCore:
             step.why,
             step.target_s,
             step.predicted_s,
-            time.perf_counter() - begin_s,
+            took_s,
         )
         self.iterations += 1
         self._stepper.gap_target_s = step.target_s
@@ -252,6 +257,15 @@ class EngineCore:
         for span in step.spans:
             if kept := self._running.get(span.request_id):
                 _keep(kept.prefill.keep_progress)
+        if self._live.watched:
+            self._live.iterated(
+                self.model.name,
+                self.iterations,
+                step,
+                result,
+                begin_s=begin_s,
+                took_s=took_s,
+            )
 
     def shut_down(self, error: MtplxError) -> None:
         """End every request with ``error``, and write what the disk is to have."""

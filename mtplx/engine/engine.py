@@ -7,6 +7,7 @@ decided in ``models.py``. Other threads only put commands in and read counters.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import queue
@@ -20,6 +21,7 @@ import mlx.core as mx
 
 from mtplx.config import Settings
 from mtplx.engine.core import EngineCore
+from mtplx.engine.live import LiveRecorder
 from mtplx.engine.memory import MemoryShares, memory_shares
 from mtplx.engine.models import EngineModels, Load, LoadedModel
 from mtplx.engine.running import EventSink
@@ -28,9 +30,11 @@ from mtplx.session import SessionBank
 from mtplx.session.disk import DiskTier
 from mtplx.text.tokenizer import Tokenizer
 from mtplx.types import (
+    BankView,
     EngineStatus,
     Failed,
     GenerationRequest,
+    LiveSink,
     ModelInfo,
     PrefillForecast,
     Prompt,
@@ -97,6 +101,7 @@ class Engine:
         self._lock = threading.Lock()
         self._unseen = 0
         self._alive = False
+        self._live = LiveRecorder()
         self._models = EngineModels(
             load,
             others or {},
@@ -104,6 +109,7 @@ class Engine:
             settings,
             tier=tier,
             wake=lambda: self._inbox.put(_Wake()),
+            live=self._live,
         )
         self._ready: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="mtplx-engine", daemon=True)
@@ -216,6 +222,27 @@ class Engine:
         """
         tokens: int = self._ask(lambda: self._models.first.pin(prompt)).result()
         return tokens
+
+    def watch(self, sink: LiveSink) -> None:
+        """Tell ``sink`` of each iteration from now on, until ``unwatch``.
+
+        Raises:
+            EngineUnavailableError: The engine has stopped.
+        """
+        self._ask(lambda: self._live.attach(sink))
+
+    def unwatch(self, sink: LiveSink) -> None:
+        """Tell it no more. Does nothing when the engine has stopped."""
+        with contextlib.suppress(EngineUnavailableError):
+            self._ask(lambda: self._live.detach(sink))
+
+    def view(self) -> Future[BankView]:
+        """Ask what the SessionBank holds; answered between two iterations.
+
+        Raises:
+            EngineUnavailableError: The engine has stopped. Also from the future.
+        """
+        return self._ask(self._bank.view)
 
     def status(self) -> EngineStatus:
         """Return the counters of this moment. What differs between models (how they

@@ -22,6 +22,7 @@ import mlx.core as mx
 
 from mtplx.config import Settings
 from mtplx.engine.core import EngineCore
+from mtplx.engine.live import LiveRecorder
 from mtplx.engine.memory import default_kv_bytes
 from mtplx.errors import (
     ConfigError,
@@ -66,7 +67,7 @@ class EngineModels:
     Args:
         load: Loads the first model.
         others: Load the further ones, by name.
-        bank, settings, tier, wake: For the core of each model.
+        bank, settings, tier, wake, live: For the core of each model.
         clock: Seconds, as deadlines are told in.
 
     Attributes:
@@ -82,6 +83,7 @@ class EngineModels:
         *,
         tier: DiskTier | None = None,
         wake: Callable[[], None] = lambda: None,
+        live: LiveRecorder | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.names: tuple[str, ...] = ()
@@ -91,6 +93,7 @@ class EngineModels:
         self._settings = settings
         self._tier = tier
         self._wake = wake
+        self._live = live
         self._clock = clock
         self._has_budget = bank.max_bytes is not None
         self._places: dict[str, _Place] = {}
@@ -212,6 +215,7 @@ class EngineModels:
             self._settings,
             tier=self._tier,
             wake=self._wake,
+            live=self._live,
         )
         # Other threads read these, and only this one may compute them.
         _ = model.info, model.state_size

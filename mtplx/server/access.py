@@ -46,7 +46,7 @@ class RequestRecord:
             Clients repeat it when they try again, so nothing is found by it.
         arrival_s: ``time.perf_counter()`` at which the request arrived.
         api_key_id: Which key it came with, as ``auth.Keys`` names it; None without one.
-        stranger: Keys are asked for, and it came without; only ``/health`` lets it in.
+        stranger: Keys are asked for, and it came without; ``auth.py`` says what answers.
         model: Which model answered; None for other routes.
         status: HTTP status sent, or None when the client went away before it.
         outcome: How the generation ended; None for other routes.

@@ -18,12 +18,14 @@ from mtplx.server import (
     about,
     chat,
     completions,
+    live,
     messages,
     metrics,
+    page,
     prefill,
     tokenize,
 )
-from mtplx.server.access import AccessMiddleware, error_answer
+from mtplx.server.access import AccessMiddleware, RequestRecord, error_answer
 from mtplx.server.auth import AuthMiddleware, read_keys
 from mtplx.server.chat_body import ChatBody
 from mtplx.server.chat_shapes import ChatCompletionChunk
@@ -31,6 +33,7 @@ from mtplx.server.completion_body import CompletionBody
 from mtplx.server.errors import http_error_body_for
 from mtplx.server.handle import Generations
 from mtplx.server.interfaces import EngineClient, PromptRenderer
+from mtplx.server.live_shapes import LiveEvent
 from mtplx.server.metrics import Metrics
 from mtplx.server.names import ModelNames
 from mtplx.server.openapi import Application
@@ -57,7 +60,7 @@ BODIES = (
 )
 """What the routes read, for the OpenAPI document and the table of fields."""
 
-EVENTS = (ChatCompletionChunk, ResponseEvent, messages.MessageEvent)
+EVENTS = (ChatCompletionChunk, ResponseEvent, messages.MessageEvent, LiveEvent)
 """What streams are made of, for the OpenAPI document."""
 
 
@@ -82,6 +85,7 @@ def build_app(
     settings = configuration.settings
     keys = read_keys(settings)
     counted = Metrics(engine)
+    recent = live.RecentRequests()
     service = Service(
         engine,
         tokenizer,
@@ -111,12 +115,19 @@ def build_app(
         keyless=not len(keys),
         any_host=not settings.auth,
     )
-    app.add_middleware(AccessMiddleware, on_end=counted.observe)
+
+    def on_end(method: str, route: str | None, record: RequestRecord) -> None:
+        counted.observe(method, route, record)
+        recent.observe(record)
+
+    app.add_middleware(AccessMiddleware, on_end=on_end)
     app.add_exception_handler(MtplxError, _on_mtplx_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     for module in ROUTES:
         module.add_routes(app, service)
     metrics.add_routes(app, counted)
+    live.add_routes(app, service, recent)
+    page.add_routes(app)
     return app
 
 

@@ -1,9 +1,10 @@
 """API keys: which there are, when they must be, and who is let in.
 
 Decides that a server which other machines can reach has keys, and that without a known
-key nothing answers but ``GET /health``, which then tells no settings. Keys are kept as
-hashes; what is shown of one, in a log or a metric, is ``key_id``. Which web pages may
-call is ``origins.py``. Runs on the event loop, but for what reads the settings at start.
+key nothing answers but ``GET /health``, which then tells no settings, and the files of
+the page. Keys are kept as hashes; what is shown of one, in a log or a metric, is
+``key_id``. Which web pages may call is ``origins.py``. Runs on the event loop, but for
+what reads the settings at start.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from mtplx.config import Settings
 from mtplx.errors import AuthenticationError, ConfigError
 from mtplx.server.access import RequestRecord, error_answer
 
-_OPEN_PATH = "/health"
+# The status alone; and the page, which holds nothing until it has a key to ask with.
+_OPEN_PATHS = frozenset({"/health", "/"})
+_OPEN_FOLDER = "/page/"
 _ID_CHARS = 12
 
 
@@ -120,10 +123,14 @@ class AuthMiddleware:
             sent = _sent_keys(Headers(scope=scope))
             record.api_key_id = self._keys.key_id(sent)
             record.stranger = record.api_key_id is None
-            if record.stranger and scope["path"] != _OPEN_PATH:
+            if record.stranger and not _is_open(scope["path"]):
                 await error_answer(scope, _refusal(sent))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
 
 
 def _sent_keys(headers: Headers) -> list[str]:

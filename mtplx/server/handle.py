@@ -43,15 +43,24 @@ GenerationEvent = PrefillProgress | PromptLogprobs | TextDelta | Finished
 
 
 class Generations:
-    """The generations that are open in this server."""
+    """The generations that are open in this server.
+
+    Attributes:
+        stopping: The server stops.
+    """
 
     def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
         self._open: set[Generation] = set()
-        self._stopping = False
+        self.stopping = False
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def requests(self) -> list[GenerationRequest]:
+        """Return the requests that the engine has not ended, the oldest first."""
+        running = [each for generation in self._open for each in generation.requests()]
+        return sorted(running, key=lambda each: each.arrival_s)
 
     def add(self, generation: Generation) -> None:
         """Register an open generation.
@@ -59,7 +68,7 @@ class Generations:
         Raises:
             EngineUnavailableError: The server is stopping.
         """
-        if self._stopping:
+        if self.stopping:
             raise _stopping()
         self._open.add(generation)
 
@@ -69,7 +78,7 @@ class Generations:
 
     def stop(self) -> None:
         """End every open generation and refuse new ones."""
-        self._stopping = True
+        self.stopping = True
         for generation in self._open:
             generation.abandon()
 
@@ -146,6 +155,10 @@ class Generation:
             if event.reason == "cancelled":
                 raise ClientDisconnect if self._client_gone else _stopping()
         return index, event
+
+    def requests(self) -> list[GenerationRequest]:
+        """Return those that have not ended."""
+        return [self._requests[index] for index in sorted(self._running)]
 
     def cancel(self) -> None:
         """Ask the engine to end what runs; the last events still arrive."""

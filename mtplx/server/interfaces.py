@@ -12,9 +12,11 @@ from typing import Any, Protocol
 
 from mtplx.text.channels import AnswerFormat, Piece
 from mtplx.types import (
+    BankView,
     EngineStatus,
     Event,
     GenerationRequest,
+    LiveSink,
     ModelInfo,
     PrefillForecast,
     Prompt,
@@ -38,6 +40,23 @@ class EngineClient(Protocol):
 
     def status(self) -> EngineStatus:
         """Return the state of this moment, without waiting for the engine."""
+
+    def watch(self, sink: LiveSink) -> None:
+        """Tell ``sink`` of each iteration, on the engine's thread.
+
+        Raises:
+            EngineUnavailableError: The engine has stopped.
+        """
+
+    def unwatch(self, sink: LiveSink) -> None:
+        """Tell it no more; soon."""
+
+    def view(self) -> Future[BankView]:
+        """Ask what the SessionBank holds; the answer comes as with ``plan``.
+
+        Raises:
+            EngineUnavailableError: The engine has stopped. Also from the future.
+        """
 
     @property
     def names(self) -> tuple[str, ...]:

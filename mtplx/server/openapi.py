@@ -34,6 +34,12 @@ def failures(
     return {status: {"model": error} for status in statuses}
 
 
+def events_of(shape: Any) -> dict[str, Any]:
+    """Return the success of a route that streams these events and nothing else. The
+    shape is to be among those of ``Application``."""
+    return {"content": {"text/event-stream": {"itemSchema": _event(_any_of(shape), False)}}}
+
+
 def describe(
     body: type[BaseModel],
     answer: Any,

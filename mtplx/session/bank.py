@@ -30,7 +30,8 @@ from mtplx.session.lease import Lease, borrow
 from mtplx.session.match import Lookup, Match
 from mtplx.session.state import Buffer, Rows, Snapshot, TokenIds, TokenRun
 from mtplx.session.tree import Node, as_run
-from mtplx.types import StateKey
+from mtplx.session.view import view
+from mtplx.types import BankView, StateKey
 
 logger = logging.getLogger(__name__)
 
@@ -353,6 +354,10 @@ class SessionBank:
             for index, kept in node.snapshots.items()
             if index <= shared
         }
+
+    def view(self) -> BankView:
+        """Return what is held, or the part of it that most is to be seen of."""
+        return view(self._held.trees.roots(), self.entries)
 
     def check(self) -> None:
         """Verify the invariants.

@@ -219,6 +219,11 @@ class PrefixTrees:
             roots[key].name = hash(key)
         return roots[key]
 
+    def roots(self) -> Iterator[tuple[StateKey, Node]]:
+        """Return the root of each key."""
+        for roots in self._roots.values():
+            yield from roots.items()
+
     def walk(self, key: StateKey, tokens: TokenRun) -> tuple[list[Node], int]:
         """Follow ``tokens`` down: the nodes entered, and how far they agree."""
         path: list[Node] = []

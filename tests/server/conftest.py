@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -19,13 +20,13 @@ MAX_BODY_BYTES = 64 * 1024
 
 
 class Server:
-    """The running server and the fakes behind it."""
+    """The running server with these settings, and the fakes behind it."""
 
-    def __init__(self, engine: FakeEngine | None = None) -> None:
+    def __init__(self, engine: FakeEngine | None = None, **settings: Any) -> None:
         self.engine = engine or FakeEngine()
         self.tokenizer = FakeTokenizer()
         configuration = read_configuration(
-            {"max_body_bytes": MAX_BODY_BYTES}, environment={"HOME": "/nowhere"}
+            {"max_body_bytes": MAX_BODY_BYTES, **settings}, environment={"HOME": "/nowhere"}
         )
         self.app = build_app(
             engine=self.engine,

@@ -5,7 +5,7 @@ of ``answer`` (``w0 w1 w2 ...``), one a token, on a thread of its own; it keeps 
 requests it was given, counts the prefix that two prompts in a row share as cached, and
 waits at ``gate`` before each token so that a test decides when time passes. A word that
 is a stop string ends the answer. Its first model is ``INFO``; others are loaded when they
-are asked for, and that waits at ``gate`` too.
+are asked for, and that waits at ``gate`` too. Its bank holds its last prompt, in one run.
 
 In an answer, ``<think>...</think>`` is reasoning and ``<call NAME>ARGUMENTS</call>`` a
 tool call.
@@ -27,11 +27,16 @@ from mtplx.metrics import PrefillClock, PrefillMetrics
 from mtplx.text.channels import AnswerFormat, Piece, Reasoning, Text
 from mtplx.text.tool_calls import PLAIN_JSON, CallArguments, CallEnd, CallStart
 from mtplx.types import (
+    BankNode,
+    BankView,
     EngineStatus,
     Event,
     Failed,
     Finished,
     GenerationRequest,
+    LiveIteration,
+    LiveSink,
+    LiveSpan,
     ModelInfo,
     PrefillProgress,
     Prompt,
@@ -218,6 +223,8 @@ class FakeEngine:
         loading: Name of the model that is being loaded.
         loads: Names of the models that were loaded.
         ended: Request id -> its last event.
+        sinks: Those who watch.
+        namespace: Whose the state in its bank is.
     """
 
     def __init__(self, *others: FakeModel) -> None:
@@ -248,6 +255,8 @@ class FakeEngine:
         self.loading: str | None = None
         self.loads: list[str] = []
         self.ended: dict[str, Event] = {}
+        self.sinks: list[LiveSink] = []
+        self.namespace = ""
 
     def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> None:
         if self.refusal is not None:
@@ -280,6 +289,38 @@ class FakeEngine:
 
     def status(self) -> EngineStatus:
         return EngineStatus(alive=self.alive, running=len(self.requests) - len(self.ended))
+
+    def watch(self, sink: LiveSink) -> None:
+        if not self.alive:
+            raise engine_stopped()
+        with self._changed:
+            self.sinks.append(sink)
+            self._changed.notify_all()
+
+    def unwatch(self, sink: LiveSink) -> None:
+        with self._changed:
+            self.sinks.remove(sink)
+            self._changed.notify_all()
+
+    def view(self) -> Future[BankView]:
+        tokens = self._previous
+        node = BankNode(
+            parent=None,
+            fingerprint=INFO.fingerprint,
+            namespace=self.namespace,
+            start=0,
+            end=len(tokens),
+            first_tokens=tokens[:8],
+            nbytes=100 * len(tokens),
+            snapshots=(),
+            uses=1,
+            age=0,
+            pinned=False,
+            children=0,
+        )
+        future: Future[BankView] = Future()
+        future.set_result(BankView((node,) if tokens else ()))
+        return future
 
     def close(self) -> None:
         self.gate.set()
@@ -346,6 +387,9 @@ class FakeEngine:
         on_event(PrefillProgress(0, 0, prompt_tokens))
         metrics = self._prefill(request)
         on_event(PrefillProgress(prompt_tokens, metrics.cached_tokens, prompt_tokens))
+        name = request.request_id
+        span = LiveSpan(name, metrics.cached_tokens, prompt_tokens, True, False, 0.001)
+        self._tell((), (span,))
         if request.prompt_logprobs:
             scored = [_scored(t, request) for t in request.prompt.token_ids[1:]]
             on_event(PromptLogprobs((None, *scored)))
@@ -362,8 +406,27 @@ class FakeEngine:
                 return Finished("stop", n + 1, metrics, stop_text=word)
             logprobs = () if request.logprobs is None else (_scored(token_id, request),)
             on_event(TextDelta(word, (token_id,), logprobs))
+            self._tell((name,), ())
         whole = len(words) == len(self.answer)
         return Finished("stop" if whole else "length", len(words), metrics)
+
+    def _tell(self, decoding: tuple[str, ...], spans: tuple[LiveSpan, ...]) -> None:
+        for sink in [*self.sinks]:
+            sink(
+                LiveIteration(
+                    number=1,
+                    model=INFO.name,
+                    begin_s=time.perf_counter(),
+                    took_s=0.002,
+                    decode_s=0.002 if decoding else None,
+                    decoding=decoding,
+                    gaps_s=(0.003,) * len(decoding),
+                    spans=spans,
+                    target_s=0.1,
+                    predicted_s=0.002,
+                    why="every started prompt is complete after this step",
+                )
+            )
 
     def _may_go_on(self, request_id: str) -> bool:
         with self._changed:

@@ -303,7 +303,8 @@ def test_json_may_name_its_charset(http: httpx.Client) -> None:
 
 def test_paths_and_methods(http: httpx.Client) -> None:
     check(http.get("/v1/nothing"), 404, None, "unknown_url")
-    check(http.post("/"), 404, None, "unknown_url")
+    check(http.post("/nothing"), 404, None, "unknown_url")
+    check(http.post("/"), 405, None, "method_not_allowed")
     wrong = http.get(CHAT)
     check(wrong, 405, None, "method_not_allowed")
     assert wrong.headers["allow"] == "POST"
