@@ -59,6 +59,7 @@ def serve(
         int | None, flag("long_prefill_token_threshold")
     ] = None,
     target_itl_ms: Annotated[float | None, flag("target_itl_ms")] = None,
+    overlap_decode: Annotated[bool | None, flag("overlap_decode")] = None,
     max_kv_size: Annotated[int | None, flag("max_kv_size")] = None,
     kv_bytes: Annotated[int | None, flag("kv_bytes")] = None,
     kv_disk: Annotated[str | None, flag("kv_disk")] = None,
@@ -103,6 +104,7 @@ def serve(
         max_num_partial_prefills=max_num_partial_prefills,
         long_prefill_token_threshold=long_prefill_token_threshold,
         target_itl_ms=target_itl_ms,
+        overlap_decode=overlap_decode,
         max_kv_size=max_kv_size,
         kv_bytes=kv_bytes,
         kv_disk=kv_disk,
