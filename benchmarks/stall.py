@@ -7,7 +7,7 @@ another and shown side by side:
 
 For each server: the streams' gaps before the prompt arrives and while it is read, the
 prompt's TTFT beside them, and tokens a second over the whole run, prompt tokens
-included. Prompts differ from run to run, so that no cache helps. ``--clients 4 --mixed``
+included. Prompts differ from run to run, so that no cache helps. ``--clients 4``
 measures throughput instead: that many clients at once, with prompts of mixed lengths.
 """
 
